@@ -1,0 +1,126 @@
+"""Every setting, in frozen dataclasses, one per part. Each default stands here and nowhere else. No JAX."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal, Self, get_args, get_origin
+
+from jprefill.errors import ConfigError
+
+Layout = Literal["stream", "hybrid", "full"]
+DType = Literal["bfloat16", "float32", "float16"]
+Policy = Literal["fcfs"]
+
+
+class _Checked:
+    """Refuses values outside a `Literal`, naming the key, the value and what is allowed."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if get_origin(f.type) is Literal and value not in get_args(f.type):
+                raise ConfigError(f"{f.name}={value!r}: allowed are {', '.join(map(repr, get_args(f.type)))}")
+
+    def at_least(self, minimum: float, *names: str) -> None:
+        """Raises `ConfigError` for each named field that is below `minimum`; None passes."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name}={value!r}: must be at least {minimum}")
+
+
+@dataclass(frozen=True)
+class EngineConfig(_Checked):
+    """How one engine runs one model.
+
+    Attributes:
+      dtype: of weights and activations; norms, softmax and rope angles are float32 always.
+      layout: how a layer program walks its tokens; `hybrid` and `full` are the naive twins of `stream`.
+      attention: implementation name in `jprefill.pallas.attention`; None picks by platform.
+      chunk_size: tokens per step of a layer's loops.
+      max_model_len: longest prompt in tokens; None takes the model's own limit.
+      max_batch_tokens: tokens one pass may hold when it packs several requests; None: `max_model_len`.
+      buckets: lengths in tokens that get compiled programs; None: `default_buckets`.
+      max_queued_requests: back-pressure limit; one more is refused with 429.
+      max_queued_tokens: likewise, in tokens.
+      max_items: items of one request.
+      max_labels: target ids at one row.
+      policy: the order in which waiting requests are taken.
+      compilation_cache: folder for compiled programs; None: `~/.cache/jprefill/xla`, "": none.
+    """
+
+    dtype: DType = "bfloat16"
+    layout: Layout = "stream"
+    attention: str | None = None
+    chunk_size: int = 256
+    max_model_len: int | None = None
+    max_batch_tokens: int | None = None
+    buckets: tuple[int, ...] | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000
+    max_items: int = 4096
+    max_labels: int = 1024
+    policy: Policy = "fcfs"
+    compilation_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(1, "max_model_len", "max_batch_tokens", "max_queued_requests", "max_queued_tokens")
+        self.at_least(1, "max_items", "max_labels")
+        if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
+            raise ConfigError(f"chunk_size={self.chunk_size}: must be a power of two, at least 16")
+
+
+@dataclass(frozen=True)
+class ServerConfig(_Checked):
+    """How the HTTP server listens and what it refuses.
+
+    Attributes:
+      api_keys: any of them opens every route; empty: no key is asked for.
+      served_model_names: names a request may use; the first is echoed. Empty: the checkpoint's name.
+      max_body_bytes: after decoding.
+      max_questions: of one `/v1/decisions` request.
+      request_timeout_s: deadline of a request that sends none; None: no deadline.
+      shutdown_timeout_s: how long accepted requests may still run after the first SIGTERM.
+      tokenizer_threads: size of the thread pool that tokenises.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    served_model_names: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 2**20
+    max_questions: int = 400
+    request_timeout_s: float | None = None
+    shutdown_timeout_s: float = 30.0
+    tokenizer_threads: int = 2
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port}: must be 0 to 65535 (0 picks a free one)")
+        self.at_least(1, "max_body_bytes", "max_questions", "tokenizer_threads")
+        self.at_least(0, "request_timeout_s", "shutdown_timeout_s")
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, object]) -> Self:
+        """Builds from parsed flags or YAML; an unknown key raises `ConfigError` naming the known ones."""
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(f"unknown setting {unknown[0]!r}: known are {', '.join(sorted(known))}")
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def default_buckets(max_tokens: int, chunk_size: int) -> tuple[int, ...]:
+    """Bucket lengths in tokens, each four times the last, up to one that holds `max_tokens`.
+
+    Work follows the real length, not the bucket, so a few coarse buckets are enough (DESIGN.md 2.3).
+    The last is `max_tokens` rounded up to whole chunks.
+    """
+    last = -(-max_tokens // chunk_size) * chunk_size
+    buckets = []
+    length = max(512, chunk_size)
+    while length < last:
+        buckets.append(length)
+        length *= 4
+    return (*buckets, last)

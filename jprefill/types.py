@@ -1,0 +1,100 @@
+"""Records that travel from the door to the device and back, and the shape alphabet. No JAX here.
+
+Shape alphabet (the first seven as in `jax.nn.dot_product_attention`):
+
+    B  batch                T  query tokens of a batch      S  key tokens of a KV buffer
+    N  query heads          K  KV heads                     H  head_dim
+    G  N / K                D  embed_dim                    F  mlp_dim
+    V  vocabulary           L  layers                       C  chunk_size (tokens)
+    R  rows that are read   M  target ids of a row          P  (row, id) pairs read by one head call
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+TokenIds = Int32[np.ndarray, " S"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Item:
+    """One candidate of a request: tokens after the shared prefix, and what to read from them.
+
+    Attributes:
+      token_ids: at least one token; positions go on after the prefix.
+      rows: offsets into `token_ids`; row r predicts the token after it.
+      targets: token ids whose log-probability is read at each row, in the caller's order.
+    """
+
+    token_ids: TokenIds
+    rows: Int32[np.ndarray, " R"]
+    targets: Int32[np.ndarray, "R M"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ScoreRequest:
+    """One decision request in token form. Made by `tasks/`, checked by `Engine.submit`, never changed.
+
+    Attributes:
+      prefix: tokens that all items share; may be empty.
+      items: at least one; each is scored as if it alone followed the prefix.
+      deadline_s: on the monotonic clock; after it the request is shed with 408. None: never.
+      salt: separates tenants in the prefix store.
+    """
+
+    prefix: TokenIds
+    items: tuple[Item, ...]
+    deadline_s: float | None = None
+    salt: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens as a caller counts them: the prefix once per item."""
+        return sum(len(self.prefix) + len(item.token_ids) for item in self.items)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens a pass must hold: the prefix once."""
+        return len(self.prefix) + sum(len(item.token_ids) for item in self.items)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ItemScores:
+    """What one item's rows say. Natural logarithms over the full vocabulary, float32.
+
+    Attributes:
+      logprobs: of `Item.targets`, same order.
+      top_ids: the most probable next token at each row.
+      top_logprobs: and its log-probability.
+    """
+
+    logprobs: Float32[np.ndarray, "R M"]
+    top_ids: Int32[np.ndarray, " R"]
+    top_logprobs: Float32[np.ndarray, " R"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds a request spent waiting, on the device, and from submit to answer."""
+
+    queue_s: float = 0.0
+    device_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request: `num_cached_tokens` of `num_prompt_tokens` were not computed again."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ScoreResult:
+    """The one answer to a `ScoreRequest`; `items` in the request's order."""
+
+    items: tuple[ItemScores, ...]
+    usage: Usage
+    timings: Timings = field(default_factory=Timings)

@@ -98,3 +98,21 @@ class ScoreResult:
     items: tuple[ItemScores, ...]
     usage: Usage
     timings: Timings = field(default_factory=Timings)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One look at an engine, for metrics and logs. Counts with `num_finished...` only grow."""
+
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_running: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_shed: int = 0
+    num_batches: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_compiles_after_start: int = 0
+    device_busy_s: float = 0.0

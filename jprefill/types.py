@@ -100,6 +100,43 @@ class ScoreResult:
     timings: Timings = field(default_factory=Timings)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """What one forward pass runs: segments packed one after the other, then padding up to whole chunks' bucket.
+
+        row      0        P        a        b         num_tokens      T (bucket)
+                 | prefix | item 0 | item 1 | prompt 2 | padding     |
+
+    Attributes:
+      positions: place of each token in its own prompt; an item goes on after its prefix.
+      prefix_lo: with `prefix_hi`, the half-open range of rows that hold the row's prefix; empty where there is none.
+      self_lo: first row of the token's own segment.
+      self_pos: its own row; -1 on padding, which therefore sees nothing.
+      read_rows: rows that reach the head, ascending.
+      pair_rows: indices into `read_rows`, ascending: with `pair_ids` the (row, token id) pairs that are wanted.
+    """
+
+    token_ids: Int32[np.ndarray, " T"]
+    positions: Int32[np.ndarray, " T"]
+    prefix_lo: Int32[np.ndarray, " T"]
+    prefix_hi: Int32[np.ndarray, " T"]
+    self_lo: Int32[np.ndarray, " T"]
+    self_pos: Int32[np.ndarray, " T"]
+    num_tokens: int
+    read_rows: Int32[np.ndarray, " R"]
+    pair_rows: Int32[np.ndarray, " P"]
+    pair_ids: Int32[np.ndarray, " P"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BatchScores:
+    """What a pass gives back, in the order of `Batch.pair_ids` and `Batch.read_rows`. Nats, float32."""
+
+    pair_logprobs: Float32[np.ndarray, " P"]
+    top_ids: Int32[np.ndarray, " R"]
+    top_logprobs: Float32[np.ndarray, " R"]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One look at an engine, for metrics and logs. Counts with `num_finished...` only grow."""

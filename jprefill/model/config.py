@@ -1,5 +1,6 @@
 """`ModelConfig`: the model's shape in our words, translated once from Hugging Face keys."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,23 +58,23 @@ class ModelConfig:
         """Translates a Hugging Face `config.json`.
 
         Raises:
-          UnsupportedModelError: an architecture or feature that is not implemented, by name, or a missing key.
+          UnsupportedModelError: an architecture or feature not implemented, or a missing key, by name.
         """
         architecture = _architecture(hf)
-        _refuse_unsupported(hf)
         try:
-            num_heads = int(hf["num_attention_heads"])
-            embed_dim = int(hf["hidden_size"])
+            _refuse_unsupported(hf)
+            num_heads = _size(hf, "num_attention_heads")
+            embed_dim = _size(hf, "hidden_size")
             config = cls(
-                vocab_size=int(hf["vocab_size"]),
-                num_layers=int(hf["num_hidden_layers"]),
+                vocab_size=_size(hf, "vocab_size"),
+                num_layers=_size(hf, "num_hidden_layers"),
                 embed_dim=embed_dim,
-                mlp_dim=int(hf["intermediate_size"]),
+                mlp_dim=_size(hf, "intermediate_size"),
                 num_heads=num_heads,
-                num_kv_heads=int(hf.get("num_key_value_heads") or num_heads),
-                head_dim=int(hf.get("head_dim") or embed_dim // num_heads),
+                num_kv_heads=_size(hf, "num_key_value_heads", num_heads),
+                head_dim=_size(hf, "head_dim", embed_dim // num_heads),
                 norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-                max_position=int(hf["max_position_embeddings"]),
+                max_position=_size(hf, "max_position_embeddings"),
                 rope=_rope(hf),
                 is_tied=bool(hf.get("tie_word_embeddings", False)),
                 has_attention_bias=bool(hf.get("attention_bias", False)),
@@ -81,15 +82,20 @@ class ModelConfig:
                 has_mlp_bias=bool(hf.get("mlp_bias", False)),
                 architecture=architecture,
             )
-        except KeyError as error:
-            raise UnsupportedModelError(f"config.json has no {error.args[0]!r}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UnsupportedModelError(f"config.json holds a value of the wrong type: {error}") from None
         config._check()
         return config
 
     def _check(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
-                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+        if not (math.isfinite(self.norm_eps) and self.norm_eps >= 0):
+            raise UnsupportedModelError(
+                f"config.json: rms_norm_eps={self.norm_eps!r} must be a number, at least 0"
             )
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim={self.head_dim}: rope needs an even one")
@@ -99,11 +105,26 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 def _architecture(hf: Mapping[str, Any]) -> str:
-    names = hf.get("architectures") or [{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}.get(
-        str(hf.get("model_type")), str(hf.get("model_type")))]
-    if names[0] not in ARCHITECTURES:
-        raise UnsupportedModelError(f"architecture {names[0]!r} is not implemented: {', '.join(ARCHITECTURES)} are")
-    return names[0]
+    by_type = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+    names = hf.get("architectures") or [by_type.get(str(hf.get("model_type")), hf.get("model_type"))]
+    name = names[0] if isinstance(names, list) else names
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"architecture {name!r} is not implemented: {', '.join(ARCHITECTURES)} are"
+        )
+    return name
+
+
+def _size(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A count or size; null is absent, as transformers has it."""
+    value = hf.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise UnsupportedModelError(f"config.json has no {key!r}")
+    if type(value) is not int or value < 1:
+        raise UnsupportedModelError(f"config.json: {key}={value!r} must be a whole number, at least 1")
+    return value
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
@@ -111,13 +132,22 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     if hf.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"hidden_act={hf['hidden_act']!r} is not implemented: 'silu' is")
     window = hf.get("sliding_window")
-    if window is not None and hf.get("use_sliding_window", True) and window < hf.get("max_position_embeddings", 0):
+    if (
+        window is not None
+        and hf.get("use_sliding_window", True)
+        and window < hf.get("max_position_embeddings", 0)
+    ):
         raise UnsupportedModelError(f"sliding_window={window} is not implemented: attention is whole")
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method")
         raise UnsupportedModelError(f"quantization_config quant_method={method!r} is not implemented")
-    for key, neutral in (("pretraining_tp", 1), ("partial_rotary_factor", 1.0), ("logit_scale", 1.0),
-                         ("final_logit_softcapping", None), ("attn_logit_softcapping", None)):
+    for key, neutral in (
+        ("pretraining_tp", 1),
+        ("partial_rotary_factor", 1.0),
+        ("logit_scale", 1.0),
+        ("final_logit_softcapping", None),
+        ("attn_logit_softcapping", None),
+    ):
         if hf.get(key, neutral) not in (neutral, None):
             raise UnsupportedModelError(f"{key}={hf[key]!r} is not implemented")
 
@@ -125,6 +155,8 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 def _rope(hf: Mapping[str, Any]) -> RopeConfig:
     """Reads both spellings: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling`."""
     scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    if (share := scaling.get("partial_rotary_factor", 1.0)) not in (1.0, None):
+        raise UnsupportedModelError(f"partial_rotary_factor={share!r} is not implemented")
     theta = float(scaling.get("rope_theta", hf.get("rope_theta", 10_000.0)))
     kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
     if kind == "default":
@@ -140,5 +172,7 @@ def _rope(hf: Mapping[str, Any]) -> RopeConfig:
         factor=float(scaling["factor"]),
         low_freq_factor=float(scaling["low_freq_factor"]),
         high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_len=int(scaling.get("original_max_position_embeddings", hf.get("max_position_embeddings", 8192))),
+        original_max_len=int(
+            scaling.get("original_max_position_embeddings", hf.get("max_position_embeddings", 8192))
+        ),
     )

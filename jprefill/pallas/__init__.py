@@ -1,0 +1,1 @@
+"""Device operations, one folder each: a thin API, a plain reference, one file per implementation."""

@@ -1,0 +1,215 @@
+"""The spine. Read this first.
+
+    submit ──> queue ──> plan ──> pack ──> run ──> unpack ──> answer
+    callers' threads  │             engine thread             │  futures
+
+One thread owns the device. A request is checked before it is queued; from then on it gets exactly one answer: its
+scores, or one typed error.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from jprefill.config import EngineConfig, default_buckets
+from jprefill.errors import ConfigError, EngineError, NotReadyError
+from jprefill.model.compiles import CompileCounter, use_cache
+from jprefill.model.runner import Runner
+from jprefill.scheduler.admission import check
+from jprefill.scheduler.packer import Piece, pack, plan_batch, unpack
+from jprefill.scheduler.policy import POLICIES
+from jprefill.scheduler.queue import PendingRequest, WaitingQueue, fail
+from jprefill.types import EngineStats, ItemScores, ScoreRequest, ScoreResult, Timings, Usage
+
+if TYPE_CHECKING:
+    from jprefill.model.checkpoints import Checkpoint
+
+log = logging.getLogger("jprefill.engine")
+
+
+class Engine:
+    """Scores requests on one device.
+
+    Thread safety: `submit`, `stats` and `close` may be called from any thread.
+    Invariant: submitted = answered + waiting + running, at every moment.
+    """
+
+    def __init__(self, runner: Runner, config: EngineConfig, *, model_name: str, max_model_len: int):
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.vocab_size = runner.config.vocab_size
+        self.config = config
+        self._runner = runner
+        self._max_batch_tokens = runner.buckets[-1]
+        self._order = POLICIES[config.policy]
+        self._queue = WaitingQueue(config.max_queued_requests, config.max_queued_tokens)
+        self._running: Sequence[PendingRequest] = ()
+        self._counts = dict.fromkeys(
+            ("num_finished", "num_failed", "num_batches", "num_prompt_tokens", "num_cached_tokens"), 0
+        )
+        self._num_computed_tokens = 0
+        self._device_busy_s = 0.0
+        self._compiles = CompileCounter()
+        self._thread = threading.Thread(target=self._loop, name="jprefill-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: "Checkpoint", config: EngineConfig, *, progress: bool = False) -> Self:
+        """Compiles every program for the checkpoint, runs each once, and starts the engine thread.
+
+        Raises:
+          ConfigError: lengths that contradict each other or the model.
+        """
+        max_model_len = _max_model_len(checkpoint.config.max_position, config)
+        buckets = _buckets(max_model_len, config)
+        use_cache(config.compilation_cache)
+        runner = Runner(checkpoint.config, checkpoint.weights, config, buckets, progress=progress)
+        runner.warm_up()
+        return cls(runner, config, model_name=checkpoint.name, max_model_len=max_model_len)
+
+    def submit(self, request: ScoreRequest) -> "Future[ScoreResult]":
+        """Queues a request. Cancelling the future drops it if it has not started.
+
+        Raises:
+          InvalidRequestError: (and its subclasses) the request could never run; nothing was queued.
+          QueueFullError: back-pressure.
+          NotReadyError: the engine is shutting down or dead.
+        """
+        check(request, self.config, self.vocab_size, self.max_model_len)
+        if not self.is_alive:
+            raise NotReadyError("the engine is not running")
+        pending = PendingRequest(request, Future())
+        self._queue.put(pending, retry_after_s=self._retry_after_s())
+        return pending.future
+
+    # ---- the engine thread ----------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        """Runs batches until the queue is closed and empty."""
+        while waiting := self._queue.wait():
+            pieces = plan_batch(self._order(waiting), self._max_batch_tokens)
+            self._running = [piece.pending for piece in pieces]
+            self._queue.remove(self._running)
+            try:
+                self._step(pieces)
+            except Exception as error:  # the loop's edge: whatever it was, every request gets its answer
+                log.exception("a batch of %d requests failed", len(pieces))
+                self._recover(pieces, EngineError(f"the engine failed: {type(error).__name__}"))
+            self._running = ()
+
+    def _step(self, pieces: list[Piece]) -> None:
+        """Packs, runs, unpacks, answers. A failure stays with the requests of this batch."""
+        started_s = time.monotonic()
+        bucket = next(b for b in self._runner.buckets if b >= sum(piece.num_tokens for piece in pieces))
+        batch = pack(pieces, bucket)
+        scores = self._runner.run(batch)
+        elapsed_s = time.monotonic() - started_s
+        self._counts["num_batches"] += 1
+        self._num_computed_tokens += batch.num_tokens
+        self._device_busy_s += elapsed_s
+        unfinished = []
+        for piece, items in zip(pieces, unpack(pieces, scores), strict=True):
+            if not all(np.isfinite(item.logprobs).all() for item in items):
+                self._recover([piece], EngineError("the model gave a value that is not finite"), len(pieces) > 1)
+            elif self._collect(piece, items, started_s, elapsed_s):
+                self._answer(piece.pending)
+            else:
+                unfinished.append(piece.pending)
+        self._queue.put_back(unfinished)
+
+    def _collect(self, piece: Piece, items: list[ItemScores], started_s: float, elapsed_s: float) -> bool:
+        """Books a piece's scores; True when the request is complete."""
+        pending = piece.pending
+        pending.started_s = pending.started_s or started_s
+        pending.device_s += elapsed_s
+        pending.scores += items
+        pending.next_item = piece.end_item
+        # The prefix was computed once for all the items of this piece.
+        pending.num_cached_tokens += len(pending.request.prefix) * (len(items) - 1)
+        return pending.num_items_left == 0
+
+    def _answer(self, pending: PendingRequest) -> None:
+        """The one answer of a finished request."""
+        now = time.monotonic()
+        usage = Usage(pending.request.num_prompt_tokens, pending.num_cached_tokens)
+        timings = Timings(
+            queue_s=(pending.started_s or now) - pending.submitted_s,
+            device_s=pending.device_s,
+            total_s=now - pending.submitted_s,
+        )
+        self._counts["num_finished"] += 1
+        self._counts["num_prompt_tokens"] += usage.num_prompt_tokens
+        self._counts["num_cached_tokens"] += usage.num_cached_tokens
+        if pending.future.set_running_or_notify_cancel():
+            pending.future.set_result(ScoreResult(tuple(pending.scores), usage, timings))
+
+    def _recover(self, pieces: Sequence[Piece], error: EngineError, may_retry: bool | None = None) -> None:
+        """After a failed batch: each of its requests runs once more, alone; one that fails alone gets the error."""
+        may_retry = len(pieces) > 1 if may_retry is None else may_retry
+        for piece in pieces:
+            if may_retry and not piece.pending.must_run_alone:
+                piece.pending.must_run_alone = True
+                self._queue.put_back([piece.pending])
+            else:
+                self._counts["num_failed"] += 1
+                fail(piece.pending, error)
+
+    # ---- around it ------------------------------------------------------------------------------------------------
+
+    def _retry_after_s(self) -> float:
+        """How long the waiting tokens will take at the speed seen so far."""
+        if not self._num_computed_tokens:
+            return 1.0
+        return max(1.0, self._queue.num_tokens * self._device_busy_s / self._num_computed_tokens)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread.is_alive()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        return EngineStats(
+            num_waiting=self._queue.num_requests,
+            num_waiting_tokens=self._queue.num_tokens,
+            num_running=len(self._running),
+            num_shed=self._queue.num_shed,
+            num_computed_tokens=self._num_computed_tokens,
+            num_compiles_after_start=self._compiles.count,
+            device_busy_s=self._device_busy_s,
+            **self._counts,
+        )
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Takes no new requests, finishes what was accepted for up to `timeout_s`, answers the rest with 503."""
+        self._queue.close()
+        self._thread.join(timeout_s)
+        self._queue.drop_all(NotReadyError("the engine was shut down before this request could run"))
+        self._thread.join()
+        self._compiles.close()
+
+
+def _max_model_len(model_limit: int, config: EngineConfig) -> int:
+    """The longest prompt: what was asked for, within what the model was made for."""
+    asked = config.max_model_len or model_limit
+    if asked > model_limit:
+        raise ConfigError(f"max_model_len={asked}: the model was made for {model_limit} tokens")
+    return asked
+
+
+def _buckets(max_model_len: int, config: EngineConfig) -> tuple[int, ...]:
+    """Compiled lengths; the last one holds the longest prompt and the largest batch."""
+    wanted = max(max_model_len, config.max_batch_tokens or max_model_len)
+    if config.buckets is None:
+        return default_buckets(wanted, config.chunk_size)
+    buckets = tuple(sorted(set(config.buckets)))
+    if buckets[-1] < wanted or any(bucket % config.chunk_size for bucket in buckets):
+        raise ConfigError(
+            f"buckets={buckets}: each must be a multiple of chunk_size={config.chunk_size}, the last at least {wanted}"
+        )
+    return buckets

@@ -1,0 +1,23 @@
+"""The plain layout: every part of the layer over the whole bucket at once. The naive twin that the others must equal."""
+
+from jaxtyping import Array, Float, Int32
+
+from jprefill.model.layer import LayerWeights, Rows, finish, project_kv, project_q
+from jprefill.model.layouts.api import KeyValues, LayoutSpec
+from jprefill.pallas.attention import attend
+
+
+def layer_full(
+    spec: LayoutSpec,
+    x: Float[Array, "T D"],
+    kv: KeyValues,
+    weights: LayerWeights,
+    rows: Rows,
+    num_chunks: Int32[Array, ""],
+) -> tuple[Float[Array, "T D"], KeyValues]:
+    """One layer over the whole bucket; `num_chunks` is not needed."""
+    del kv, num_chunks
+    k, v = project_kv(x, weights, rows, spec.config)
+    q = project_q(x, weights, rows, spec.config)
+    attended = attend(q, k, v, rows.ranges, implementation=spec.attention)
+    return finish(x, attended, weights, spec.config), KeyValues(k, v)

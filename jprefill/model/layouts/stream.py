@@ -1,0 +1,61 @@
+"""The stream layout: a layer in two loops over token chunks, in place.
+
+    loop 1   for each chunk:  norm, K and V projections, rope                 -> the layer's KV buffer
+    loop 2   for each chunk:  norm, Q projection, rope, attention of these queries over the WHOLE buffer,
+                              output projection, residual, MLP, residual      -> back into x
+
+Attention is exact: only queries are visited chunk by chunk. Scratch memory depends on the chunk, not on the prompt.
+The trip count is traced, so work follows the real length while the bucket only fixes buffer sizes.
+"""
+
+from functools import partial
+
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jprefill.model.layer import LayerWeights, Rows, finish, project_kv, project_q
+from jprefill.model.layouts.api import KeyValues, LayoutSpec
+from jprefill.pallas.attention import attend
+
+
+def layer_stream(
+    spec: LayoutSpec,
+    x: Float[Array, "T D"],
+    kv: KeyValues,
+    weights: LayerWeights,
+    rows: Rows,
+    num_chunks: Int32[Array, ""],
+) -> tuple[Float[Array, "T D"], KeyValues]:
+    """One layer over `num_chunks` chunks of x; see the module and `layouts`."""
+    kv = fill_kv(spec, x, kv, weights, rows, num_chunks)
+
+    def chunk(index: Int32[Array, ""], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        start = index * spec.chunk_size
+        take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=spec.chunk_size)
+        here = take(x)
+        rows_here = rows.take(take)
+        q = project_q(here, weights, rows_here, spec.config)
+        attended = attend(q, kv.k, kv.v, rows_here.ranges, implementation=spec.attention)
+        return lax.dynamic_update_slice_in_dim(x, finish(here, attended, weights, spec.config), start, 0)
+
+    return lax.fori_loop(0, num_chunks, chunk, x), kv
+
+
+def fill_kv(
+    spec: LayoutSpec,
+    x: Float[Array, "T D"],
+    kv: KeyValues,
+    weights: LayerWeights,
+    rows: Rows,
+    num_chunks: Int32[Array, ""],
+) -> KeyValues:
+    """Loop 1 alone. It is all that the last layer needs for rows that nobody reads."""
+
+    def chunk(index: Int32[Array, ""], kv: KeyValues) -> KeyValues:
+        start = index * spec.chunk_size
+        take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=spec.chunk_size)
+        k, v = project_kv(take(x), weights, rows.take(take), spec.config)
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return KeyValues(put(kv.k, k), put(kv.v, v))
+
+    return lax.fori_loop(0, num_chunks, chunk, kv)

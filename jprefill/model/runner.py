@@ -1,0 +1,155 @@
+"""Runs one batch on the device: embed, L layer programs, head. The engine thread alone calls it."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jprefill.config import DType, EngineConfig
+from jprefill.model.config import ModelConfig
+from jprefill.model.heads import HeadWeights, Reads, RowScores
+from jprefill.model.layer import LayerWeights, Rows
+from jprefill.model.layouts import KeyValues, LayoutSpec
+from jprefill.model.programs import HEAD_SIZES, BucketPrograms, HeadSize, Programs
+from jprefill.model.weights import EMBED, FINAL_NORM, LM_HEAD, layer_name, layer_shapes
+from jprefill.pallas.attention import KeyRanges, default_implementation
+from jprefill.types import Batch, BatchScores
+
+
+class HeadCall(NamedTuple):
+    """One call of the head: which slice of the batch's pairs it serves, from which read row on."""
+
+    size: HeadSize
+    first_row: int
+    pairs: slice
+
+
+class Runner:
+    """Weights on the device and the executables that use them.
+
+    Invariant: `run` compiles nothing; a batch that fits no bucket never gets here (`Engine.submit` refused it).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, jax.Array],
+        settings: EngineConfig,
+        buckets: tuple[int, ...],
+        *,
+        progress: bool = False,
+    ):
+        self.config = config
+        self._layers = [_layer_weights(config, weights, layer) for layer in range(config.num_layers)]
+        self._table = weights[EMBED]
+        self._head = HeadWeights(weights[FINAL_NORM], weights[EMBED if config.is_tied else LM_HEAD])
+        spec = LayoutSpec(
+            config,
+            settings.chunk_size,
+            settings.attention or default_implementation(),
+            keeps_angles=jax.default_backend() == "cpu",
+        )
+        self.programs = Programs.compile(spec, settings.layout, settings.dtype, buckets, progress=progress)
+        self.buckets = self.programs.buckets
+        self.dtype: DType = settings.dtype
+
+    def run(self, batch: Batch) -> BatchScores:
+        """One forward pass. Blocks until the scores are on the host.
+
+        Raises:
+          jax.errors.JaxRuntimeError: the device failed; nothing of the batch was kept.
+        """
+        programs = self.programs.of(len(batch.token_ids))
+        num_chunks = jax.device_put(np.int32(-(-batch.num_tokens // self.programs.spec.chunk_size)))
+        x, kv, rows = programs.embed(self._table, batch.token_ids, _rows(batch))
+        *front, last = self._layers
+        for layer in front:
+            x, kv = programs.layer(x, kv, layer, rows, num_chunks)
+        if programs.fill_kv is None:
+            x, kv = programs.layer(x, kv, last, rows, num_chunks)
+        else:
+            kv = programs.fill_kv(x, kv, last, rows, num_chunks)
+        return self._read(programs, batch, x, kv, rows)
+
+    def warm_up(self) -> None:
+        """Runs every executable once, so that the first request finds the device as later ones do."""
+        for bucket in self.buckets:
+            for size in HEAD_SIZES:
+                self.run(_one_token(bucket, size.num_rows))
+
+    def _read(self, programs: BucketPrograms, batch: Batch, x: jax.Array, kv: KeyValues, rows: Rows) -> BatchScores:
+        """Head calls over all read rows; all are dispatched before the first is awaited."""
+        calls = list(_head_calls(batch))
+        if programs.fill_kv is None:
+            answers = [programs.read[call.size](x, self._head, _reads(batch, call)) for call in calls]
+        else:
+            last = self._layers[-1]
+            answers = [
+                programs.read[call.size](x, kv, last, self._head, rows, _reads(batch, call)) for call in calls
+            ]
+        return _gather(batch, calls, answers)
+
+
+def _layer_weights(config: ModelConfig, weights: dict[str, jax.Array], layer: int) -> LayerWeights:
+    """The flat leaves of one layer, in the order its program was compiled for."""
+    return {leaf: weights[layer_name(layer, leaf)] for leaf in layer_shapes(config)}
+
+
+def _rows(batch: Batch) -> Rows:
+    return Rows(batch.positions, KeyRanges(batch.prefix_lo, batch.prefix_hi, batch.self_lo, batch.self_pos))
+
+
+def _head_calls(batch: Batch) -> Iterator[HeadCall]:
+    """Cuts the pairs into calls; a row with more targets than a call holds is read again by the next one."""
+    small, large = HEAD_SIZES
+    start, num_pairs = 0, len(batch.pair_ids)
+    while start < num_pairs:
+        first_row = int(batch.pair_rows[start])
+        is_small = len(batch.read_rows) - first_row <= small.num_rows and num_pairs - start <= small.num_pairs
+        size = small if is_small else large
+        end_of_rows = int(np.searchsorted(batch.pair_rows, first_row + size.num_rows))
+        end = min(start + size.num_pairs, end_of_rows)
+        yield HeadCall(size, first_row, slice(start, end))
+        start = end
+
+
+def _reads(batch: Batch, call: HeadCall) -> Reads:
+    """The call's arguments, padded to its size."""
+    rows = batch.read_rows[call.first_row : call.first_row + call.size.num_rows]
+    pair_rows = batch.pair_rows[call.pairs] - np.int32(call.first_row)
+    return Reads(
+        rows=_padded(rows, call.size.num_rows),
+        pair_rows=_padded(pair_rows, call.size.num_pairs),
+        pair_ids=_padded(batch.pair_ids[call.pairs], call.size.num_pairs),
+    )
+
+
+def _one_token(bucket: int, num_rows: int) -> Batch:
+    """The smallest batch: token 0, read `num_rows` times."""
+    zeros = np.zeros(bucket, np.int32)
+    self_pos = np.full(bucket, -1, np.int32)
+    self_pos[0] = 0
+    rows = np.arange(num_rows, dtype=np.int32)
+    return Batch(zeros, zeros, zeros, zeros, zeros, self_pos, 1, np.zeros_like(rows), rows, np.zeros_like(rows))
+
+
+def _padded(values: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(values, (0, length - len(values)))
+
+
+def _gather(batch: Batch, calls: list[HeadCall], answers: list[RowScores]) -> BatchScores:
+    """Brings the answers to the host and puts them where the batch expects them."""
+    scores = BatchScores(
+        pair_logprobs=np.empty(len(batch.pair_ids), np.float32),
+        top_ids=np.empty(len(batch.read_rows), np.int32),
+        top_logprobs=np.empty(len(batch.read_rows), np.float32),
+    )
+    for call, answer in zip(calls, jax.device_get(answers), strict=True):
+        num_pairs = call.pairs.stop - call.pairs.start
+        rows = slice(call.first_row, min(call.first_row + call.size.num_rows, len(batch.read_rows)))
+        num_rows = rows.stop - rows.start
+        scores.pair_logprobs[call.pairs] = answer.pair_logprobs[:num_pairs]
+        scores.top_ids[rows] = answer.top_ids[:num_rows]
+        scores.top_logprobs[rows] = answer.top_logprobs[:num_rows]
+    return scores

@@ -1,7 +1,8 @@
 """Every setting, in frozen dataclasses, one per part. Each default stands here and nowhere else. No JAX."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, Self, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from jprefill.errors import ConfigError
 
@@ -19,7 +20,7 @@ class _Checked:
             if get_origin(f.type) is Literal and value not in get_args(f.type):
                 raise ConfigError(f"{f.name}={value!r}: allowed are {', '.join(map(repr, get_args(f.type)))}")
 
-    def at_least(self, minimum: float, *names: str) -> None:
+    def at_least(self, minimum: int | float, *names: str) -> None:
         """Raises `ConfigError` for each named field that is below `minimum`; None passes."""
         for name in names:
             value = getattr(self, name)
@@ -74,6 +75,8 @@ class ServerConfig(_Checked):
     """How the HTTP server listens and what it refuses.
 
     Attributes:
+      host: address to listen on.
+      port: 0 picks a free one.
       api_keys: any of them opens every route; empty: no key is asked for.
       served_model_names: names a request may use; the first is echoed. Empty: the checkpoint's name.
       max_body_bytes: after decoding.
@@ -81,6 +84,8 @@ class ServerConfig(_Checked):
       request_timeout_s: deadline of a request that sends none; None: no deadline.
       shutdown_timeout_s: how long accepted requests may still run after the first SIGTERM.
       tokenizer_threads: size of the thread pool that tokenises.
+      log_format: `json` writes one object a line.
+      log_level: the least urgent level that is written.
     """
 
     host: str = "127.0.0.1"
@@ -102,13 +107,17 @@ class ServerConfig(_Checked):
         self.at_least(1, "max_body_bytes", "max_questions", "tokenizer_threads")
         self.at_least(0, "request_timeout_s", "shutdown_timeout_s")
 
-    @classmethod
-    def from_mapping(cls, values: dict[str, object]) -> Self:
-        """Builds from parsed flags or YAML; an unknown key raises `ConfigError` naming the known ones."""
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ConfigError(f"unknown setting {unknown[0]!r}: known are {', '.join(sorted(known))}")
-        return cls(**values)  # type: ignore[arg-type]
+
+def from_mapping[C](kind: type[C], values: Mapping[str, object]) -> C:
+    """Builds `kind`, one of the classes above, from flags, keywords or YAML.
+
+    Raises:
+      ConfigError: an unknown key, naming the known ones, or a value that the class refuses.
+    """
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    if unknown := sorted(set(values) - set(known)):
+        raise ConfigError(f"unknown setting {unknown[0]!r}: known are {', '.join(known)}")
+    return kind(**values)
 
 
 def default_buckets(max_tokens: int, chunk_size: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,12 +24,33 @@ from jprefill.scheduler.admission import check
 from jprefill.scheduler.packer import Piece, pack, plan_batch, unpack
 from jprefill.scheduler.policy import POLICIES
 from jprefill.scheduler.queue import PendingRequest, WaitingQueue, fail
-from jprefill.types import EngineStats, ItemScores, ScoreRequest, ScoreResult, Timings, Usage
+from jprefill.types import (
+    Batch,
+    BatchScores,
+    EngineStats,
+    ItemScores,
+    ScoreRequest,
+    ScoreResult,
+    Timings,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from jprefill.model.checkpoints import Checkpoint
 
 log = logging.getLogger("jprefill.engine")
+
+
+@runtime_checkable
+class BatchRunner(Protocol):
+    """What the engine thread needs of a device. `model.runner.Runner` is the real one."""
+
+    buckets: tuple[int, ...]
+    vocab_size: int
+
+    def run(self, batch: Batch) -> BatchScores:
+        """One forward pass; blocks until the scores are on the host."""
+        ...
 
 
 class Engine:
@@ -39,10 +60,10 @@ class Engine:
     Invariant: submitted = answered + waiting + running, at every moment.
     """
 
-    def __init__(self, runner: Runner, config: EngineConfig, *, model_name: str, max_model_len: int):
+    def __init__(self, runner: BatchRunner, config: EngineConfig, *, model_name: str, max_model_len: int):
         self.model_name = model_name
         self.max_model_len = max_model_len
-        self.vocab_size = runner.config.vocab_size
+        self.vocab_size = runner.vocab_size
         self.config = config
         self._runner = runner
         self._max_batch_tokens = runner.buckets[-1]
@@ -59,7 +80,9 @@ class Engine:
         self._thread.start()
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: "Checkpoint", config: EngineConfig, *, progress: bool = False) -> Self:
+    def from_checkpoint(
+        cls, checkpoint: "Checkpoint", config: EngineConfig, *, progress: bool = False
+    ) -> "Engine":
         """Compiles every program for the checkpoint, runs each once, and starts the engine thread.
 
         Raises:
@@ -115,7 +138,9 @@ class Engine:
         unfinished = []
         for piece, items in zip(pieces, unpack(pieces, scores), strict=True):
             if not all(np.isfinite(item.logprobs).all() for item in items):
-                self._recover([piece], EngineError("the model gave a value that is not finite"), len(pieces) > 1)
+                self._recover(
+                    [piece], EngineError("the model gave a value that is not finite"), len(pieces) > 1
+                )
             elif self._collect(piece, items, started_s, elapsed_s):
                 self._answer(piece.pending)
             else:

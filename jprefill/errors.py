@@ -1,22 +1,22 @@
 """Every error that jprefill raises on purpose.
 
-    JPrefillError                       status  code
-    ├── InvalidRequestError             400     invalid_value      the caller's input; `param` names the field
-    │   ├── ContextLengthError          400     context_length_exceeded
-    │   ├── LabelError                  400     invalid_label      a label is not one distinct token
-    │   └── UnsupportedFeatureError     400     unsupported_feature  known to the field, not served here
-    ├── AuthenticationError             401     invalid_api_key
-    ├── ModelNotFoundError              404     model_not_found
-    ├── DeadlineExceededError           408     deadline_exceeded
-    ├── PayloadTooLargeError            413     payload_too_large
-    ├── UnsupportedMediaTypeError       415     unsupported_media_type
-    ├── QueueFullError                  429     queue_full         `retry_after_s` says when to come back
-    ├── EngineError                     500     engine_error       our bug, or the device's
-    ├── NotReadyError                   503     not_ready          starting or draining: go elsewhere
-    ├── RequestCancelledError           499     cancelled          the caller left; never sent
-    ├── ConfigError                     -       -                  a setting: key, value, what is allowed
-    └── CheckpointError                 -       -                  a weight or tokenizer file: file, tensor, reason
-        └── UnsupportedModelError       -       -                  a config feature that is not implemented
+JPrefillError                       status  code
+├── InvalidRequestError             400     invalid_value      the caller's input; `param` names the field
+│   ├── ContextLengthError          400     context_length_exceeded
+│   ├── LabelError                  400     invalid_label      a label is not one distinct token
+│   └── UnsupportedFeatureError     400     unsupported_feature  known to the field, not served here
+├── AuthenticationError             401     invalid_api_key
+├── ModelNotFoundError              404     model_not_found
+├── DeadlineExceededError           408     deadline_exceeded
+├── PayloadTooLargeError            413     payload_too_large
+├── UnsupportedMediaTypeError       415     unsupported_media_type
+├── QueueFullError                  429     queue_full         `retry_after_s` says when to come back
+├── EngineError                     500     engine_error       our bug, or the device's
+├── NotReadyError                   503     not_ready          starting or draining: go elsewhere
+├── RequestCancelledError           499     cancelled          the caller left; never sent
+├── ConfigError                     -       -                  a setting: key, value, what is allowed
+└── CheckpointError                 -       -                  a weight or tokenizer file: file, tensor, reason
+    └── UnsupportedModelError       -       -                  a config feature that is not implemented
 """
 
 from typing import ClassVar

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float32, Int32
 
-TokenIds = Int32[np.ndarray, " S"]
+TokenIds = Int32[np.ndarray, " _"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

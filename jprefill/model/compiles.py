@@ -27,7 +27,9 @@ def use_cache(folder: str | None) -> None:
     except OSError as error:
         raise ConfigError(f"compilation_cache={str(path)!r}: {error.strerror}") from None
     if path.stat().st_mode & 0o022:
-        raise ConfigError(f"compilation_cache={str(path)!r} can be written by others: compiled programs are code")
+        raise ConfigError(
+            f"compilation_cache={str(path)!r} can be written by others: compiled programs are code"
+        )
     jax.config.update("jax_compilation_cache_dir", str(path))
     # By default JAX stores only what took a second to compile; ours are many and small.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -3,6 +3,8 @@
 Attribute paths are the Hugging Face names, so `to_weights` is a flattening and nothing more.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,7 +37,9 @@ class Attention(nnx.Module):
         shapes = layer_shapes(config)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             has_bias = f"self_attn.{name}.bias" in shapes
-            setattr(self, name, Weight(shapes[f"self_attn.{name}.weight"], rngs, has_bias=has_bias, dtype=dtype))
+            setattr(
+                self, name, Weight(shapes[f"self_attn.{name}.weight"], rngs, has_bias=has_bias, dtype=dtype)
+            )
 
 
 class MLP(nnx.Module):
@@ -91,13 +95,18 @@ class Llama(nnx.Module):
         return jnp.einsum("td,vd->tv", x, table.weight[...], precision="highest").astype(jnp.float32)
 
 
-def _forward(config: ModelConfig, x: Float[Array, "T D"], weights: LayerWeights, rows: Rows) -> Float[Array, "T D"]:
+def _forward(
+    config: ModelConfig, x: Float[Array, "T D"], weights: LayerWeights, rows: Rows
+) -> Float[Array, "T D"]:
     k, v = project_kv(x, weights, rows, config)
     q = project_q(x, weights, rows, config)
     return finish(x, attend(q, k, v, rows.ranges, implementation="reference"), weights, config)
 
 
-def flatten(module: nnx.Module) -> dict[str, Array]:
-    """Leaves by dotted path: for `Llama` these are exactly the names of `weights.weight_shapes`."""
+def flatten(module: nnx.Module) -> dict[str, Any]:
+    """Leaves by dotted path: for `Llama` exactly the names of `weights.weight_shapes`.
+
+    Arrays, or shapes where the module was made under `nnx.eval_shape`.
+    """
     state = nnx.state(module, nnx.Param)
-    return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}

@@ -69,10 +69,18 @@ class Programs:
 
     @classmethod
     def compile(
-        cls, spec: LayoutSpec, layout: Layout, dtype: DType, buckets: tuple[int, ...], *, progress: bool = False
+        cls,
+        spec: LayoutSpec,
+        layout: Layout,
+        dtype: DType,
+        buckets: tuple[int, ...],
+        *,
+        progress: bool = False,
     ) -> "Programs":
         """Traces here, compiles in a small pool of threads with large stacks."""
-        lowered = {(bucket, name): low for bucket in buckets for name, low in _lower(spec, layout, dtype, bucket)}
+        lowered = {
+            (bucket, name): low for bucket in buckets for name, low in _lower(spec, layout, dtype, bucket)
+        }
         with tqdm(total=len(lowered), desc="Compiling", disable=not progress, leave=False) as bar:
 
             def build(low: stages.Lowered) -> stages.Compiled:
@@ -90,7 +98,9 @@ def _submit_all[K](build: Callable[[stages.Lowered], stages.Compiled], lowered: 
     before = threading.stack_size(COMPILE_STACK_BYTES)
     try:
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as pool:
-            pending: dict[K, Future[stages.Compiled]] = {key: pool.submit(build, low) for key, low in lowered.items()}
+            pending: dict[K, Future[stages.Compiled]] = {
+                key: pool.submit(build, low) for key, low in lowered.items()
+            }
     finally:
         threading.stack_size(before)
     return pending
@@ -110,7 +120,10 @@ def _lower(spec: LayoutSpec, layout: Layout, dtype: DType, bucket: int):
     """Yields (name, lowered program) for one bucket."""
     shapes = _Shapes(spec, jnp.dtype(dtype), bucket)
     layer = partial(layer_of(layout), spec)
-    yield "embed", jax.jit(partial(embed, spec)).lower(shapes.table, shapes.token_ids, shapes.positions_and_ranges)
+    yield (
+        "embed",
+        jax.jit(partial(embed, spec)).lower(shapes.table, shapes.token_ids, shapes.positions_and_ranges),
+    )
     donating = partial(jax.jit, donate_argnums=(0, 1))
     arguments = (shapes.x, shapes.kv, shapes.layer, shapes.rows, shapes.scalar)
     yield "layer", donating(layer).lower(*arguments)

@@ -41,6 +41,7 @@ class Runner:
         progress: bool = False,
     ):
         self.config = config
+        self.vocab_size = config.vocab_size
         self._layers = [_layer_weights(config, weights, layer) for layer in range(config.num_layers)]
         self._table = weights[EMBED]
         self._head = HeadWeights(weights[FINAL_NORM], weights[EMBED if config.is_tied else LM_HEAD])
@@ -78,7 +79,9 @@ class Runner:
             for size in HEAD_SIZES:
                 self.run(_one_token(bucket, size.num_rows))
 
-    def _read(self, programs: BucketPrograms, batch: Batch, x: jax.Array, kv: KeyValues, rows: Rows) -> BatchScores:
+    def _read(
+        self, programs: BucketPrograms, batch: Batch, x: jax.Array, kv: KeyValues, rows: Rows
+    ) -> BatchScores:
         """Head calls over all read rows; all are dispatched before the first is awaited."""
         calls = list(_head_calls(batch))
         if programs.fill_kv is None:
@@ -131,7 +134,9 @@ def _one_token(bucket: int, num_rows: int) -> Batch:
     self_pos = np.full(bucket, -1, np.int32)
     self_pos[0] = 0
     rows = np.arange(num_rows, dtype=np.int32)
-    return Batch(zeros, zeros, zeros, zeros, zeros, self_pos, 1, np.zeros_like(rows), rows, np.zeros_like(rows))
+    return Batch(
+        zeros, zeros, zeros, zeros, zeros, self_pos, 1, np.zeros_like(rows), rows, np.zeros_like(rows)
+    )
 
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:

@@ -60,7 +60,9 @@ class WaitingQueue:
             if self._is_closed:
                 raise NotReadyError("the engine is shutting down and takes no new requests")
             if len(self._waiting) >= self._max_requests:
-                raise QueueFullError(f"{len(self._waiting)} requests are waiting, the limit", retry_after_s=retry_after_s)
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests are waiting, the limit", retry_after_s=retry_after_s
+                )
             if self._waiting and self._num_tokens + num_tokens > self._max_tokens:
                 raise QueueFullError(
                     f"{self._num_tokens} tokens are waiting and {num_tokens} more would pass the limit of "
@@ -108,7 +110,10 @@ class WaitingQueue:
             elif deadline_s is not None and now > deadline_s:
                 self.num_shed += 1
                 late_ms = 1000 * (now - deadline_s)
-                fail(pending, DeadlineExceededError(f"the deadline passed {late_ms:.0f} ms before the batch started"))
+                fail(
+                    pending,
+                    DeadlineExceededError(f"the deadline passed {late_ms:.0f} ms before the batch started"),
+                )
             else:
                 kept.append(pending)
                 continue

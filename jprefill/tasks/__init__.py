@@ -1,0 +1,1 @@
+"""What people ask, turned into token requests and back into typed answers."""

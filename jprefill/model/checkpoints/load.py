@@ -37,8 +37,8 @@ class Checkpoint:
 def load(path: str | Path, *, dtype: DType = "bfloat16", progress: bool = False) -> Checkpoint:
     """Loads a model onto the first device.
 
-    Tensors are read by a few threads (by Orbax, for a converted checkpoint), cast on the host and sent as they
-    arrive: host memory holds a part of the model only, and nothing is compiled.
+    Tensors are read by a few threads (by Orbax, for a converted checkpoint), cast on the host and sent as
+    they arrive: host memory holds a part of the model only, and nothing is compiled.
 
     Raises:
       CheckpointError: the files are missing, damaged or incomplete; names file and tensor.

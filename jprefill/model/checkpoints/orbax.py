@@ -139,7 +139,7 @@ def file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _check_files(weights: Path, sizes: dict[str, int]) -> None:
-    """Finds missing and truncated files before Orbax does: its error names no file and comes with pages of noise."""
+    """Finds missing and truncated files before Orbax does, whose error names no file and fills pages."""
     for name, num_bytes in sizes.items():
         path = weights / name
         if not path.is_file():

@@ -122,8 +122,12 @@ def check_tensors(source: WeightSource) -> dict[str, tuple[int, ...]]:
       CheckpointError: a tensor is missing, has another shape or an unsupported type, or has no place in the
         model (a feature that is not implemented is an error, never ignored).
     """
-    wanted = weight_shapes(source.config)
     present = source.names()
+    if source.config.num_layers > len(present):  # before a damaged count fills memory with names
+        raise CheckpointError(
+            f"{source.name}: {len(present)} tensors cannot be the {source.config.num_layers} layers of the config"
+        )
+    wanted = weight_shapes(source.config)
     if missing := [name for name in wanted if name not in present]:
         raise CheckpointError(f"{source.name}: {_listed('tensor', missing)} missing")
     extra = sorted(present - wanted.keys())

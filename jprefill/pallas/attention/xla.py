@@ -137,7 +137,11 @@ def _accumulate(carry: _Carry, scores: Float32[Array, "K Q S"], values: Float[Ar
     # Without the barrier XLA:CPU computes the exponential once for the sum and once more for the product.
     weights = lax.optimization_barrier(weights)
     added = lax.dot_general(
-        weights, values, (((2,), (0,)), ((0,), (1,))), precision=_precision(values), preferred_element_type=jnp.float32
+        weights,
+        values,
+        (((2,), (0,)), ((0,), (1,))),
+        precision=_precision(values),
+        preferred_element_type=jnp.float32,
     )
     return _Carry(
         peak=peak,

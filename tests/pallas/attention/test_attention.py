@@ -34,7 +34,11 @@ def random_qkv(seed, num_rows, num_keys, shape, dtype=jnp.float32):
     heads, kv_heads, head_dim = shape
     rng = np.random.default_rng(seed)
     draw = lambda *s: jnp.asarray(rng.normal(size=s), dtype)  # noqa: E731
-    return draw(num_rows, heads, head_dim), draw(num_keys, kv_heads, head_dim), draw(num_keys, kv_heads, head_dim)
+    return (
+        draw(num_rows, heads, head_dim),
+        draw(num_keys, kv_heads, head_dim),
+        draw(num_keys, kv_heads, head_dim),
+    )
 
 
 def both(name, q, k, v, ranges):

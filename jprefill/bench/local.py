@@ -1,0 +1,60 @@
+"""Our own side of a comparison or benchmark: weights, tokenizer, running engine. JAX loads on first use."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jprefill.config import DType, EngineConfig
+from jprefill.tokenization.api import Tokenizer
+
+if TYPE_CHECKING:
+    from jprefill.engine import Engine
+    from jprefill.model.checkpoints import Checkpoint
+
+
+def load_checkpoint(path: str | Path, dtype: DType) -> "Checkpoint":
+    """Weights and config of a converted checkpoint, a Hugging Face folder or a GGUF file.
+
+    Raises:
+      CheckpointError: the files cannot be used; the message names the file.
+    """
+    from jprefill.model.checkpoints import load
+
+    return load(path, dtype=dtype)
+
+
+def load_tokenizer(checkpoint: "Checkpoint") -> Tokenizer:
+    """The tokenizer that lies with the weights.
+
+    Raises:
+      CheckpointError: there is none, or it cannot be used.
+    """
+    from jprefill.tokenization.load import load_tokenizer as load
+
+    return load(checkpoint.tokenizer_path)
+
+
+@contextmanager
+def running_engine(checkpoint: "Checkpoint", config: EngineConfig) -> Iterator["Engine"]:
+    """Compiles, starts, and closes an engine."""
+    from jprefill.engine import Engine
+
+    engine = Engine.from_checkpoint(checkpoint, config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 1")
+    return int(text)
+
+
+def positive_list(text: str) -> tuple[int, ...]:
+    """An argparse type: whole numbers of at least 1, separated by commas."""
+    return tuple(positive(part.strip()) for part in text.split(","))

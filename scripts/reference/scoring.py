@@ -1,0 +1,70 @@
+"""Log-probabilities from a Hugging Face model, without ever making a prompt length x vocabulary matrix."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+FORMAT = 1
+
+
+@torch.inference_mode()
+def row_logprobs(model: PreTrainedModel, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
+    """Log-softmax in float64 of the last `num_rows` positions: `[num_rows, vocabulary]`."""
+    ids = torch.tensor([list(token_ids)])
+    logits = model(ids, use_cache=False, logits_to_keep=num_rows).logits[0]
+    return torch.log_softmax(logits.double(), dim=-1)
+
+
+def score(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    label_ids: Sequence[int],
+    continuation: Sequence[int] = (),
+) -> dict[str, Any]:
+    """The numbers of one prompt, as the reference file holds them.
+
+    The continuation is scored in the same pass: row 0 reads the labels and its first token.
+    """
+    num_rows = max(1, len(continuation))
+    rows = row_logprobs(model, [*token_ids, *continuation[:-1]], num_rows)
+    top = torch.topk(rows[0], 2)
+    record: dict[str, Any] = {
+        "token_ids": list(token_ids),
+        "label_ids": list(label_ids),
+        "label_logprobs": _rounded(rows[0, list(label_ids)]),
+        "top_id": int(top.indices[0]),
+        "top_logprob": _rounded(top.values)[0],
+        "second_logprob": _rounded(top.values)[1],
+    }
+    if continuation:
+        picked = rows[torch.arange(len(continuation)), torch.tensor(list(continuation))]
+        record["continuation"] = {"token_ids": list(continuation), "logprobs": _rounded(picked)}
+    return record
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(float(value), 7) for value in values]
+
+
+def write_reference(
+    path: Path, name: str, model: str, max_model_len: int, prompts: Iterable[dict[str, Any]]
+) -> None:
+    """Writes one reference file, a prompt a line, so that two files can be compared by eye."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
+    head = {
+        "format": FORMAT,
+        "name": name,
+        "model": model,
+        "dtype": "float32",
+        "max_model_len": max_model_len,
+        "versions": versions,
+    }
+    lines = ",\n".join(json.dumps(prompt, ensure_ascii=False) for prompt in prompts)
+    text = json.dumps(head, indent=1)[:-2] + f',\n "prompts": [\n{lines}\n]\n}}\n'
+    path.write_text(text, encoding="utf-8")

@@ -19,9 +19,9 @@ TOPICS = {
     "cooking": "food and recipes",
 }
 POSTS = [
-    "Three weeks by bicycle through Slovenia: quiet roads, campsites and a map of every day.",
+    "Three weeks by bicycle through Slovenia, with a map of every day.",
     "A workshop visit: how old touring wheels are rebuilt, with drawings.",
-    "Sourdough with sixty percent rye: what changes in the dough, hour by hour.",
+    "Sourdough with sixty percent rye, explained hour by hour.",
     "Transfer deadline day: all football rumours, live.",
     "Five coins that will make you rich before Friday.",
 ]

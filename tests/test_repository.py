@@ -12,10 +12,8 @@ import jprefill
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_BYTES = 1_000_000
-# Spelled in two parts, so that this file does not name what it looks for.
-MACHINE_PATHS = re.compile(
-    "|".join(rf"(?<![\w.$}}-]){part}" for part in ("/wo" + "rk/", "/ro" + "ot/", "/opt/py" + "pi"))
-)
+# Spelled in parts, so that this file does not name what it looks for.
+MACHINE_PATHS = re.compile("/wo" + r"rk/(main|shared|tmp|\.)|/ro" + r"ot/\.|/op" + "t/(pypi|wheels)")
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "checkpoints/README.md")
 CODE_SUFFIXES = {".py", ".toml", ".md", ".lock", ".in", ".txt", ".json", ".jsonl", ""}
 

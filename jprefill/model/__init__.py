@@ -1,0 +1,1 @@
+"""The model: configuration, weights, layer programs, and the runner that calls them."""

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from jprefill.errors import CheckpointError, JPrefillError
 from jprefill.tokenization.checks import guarded
-from jprefill.tokenization.gguf_metadata import read_gguf_metadata
+from jprefill.model.checkpoints.gguf_header import read_gguf_header
 from jprefill.tokenization.json_tokenizer import JsonTokenizer
 from jprefill.tokenization.settings import TokenizerSettings
 
@@ -40,7 +40,7 @@ def load_gguf_tokenizer(path: Path) -> JsonTokenizer:
     Raises:
       CheckpointError: no GGUF file, no vocabulary in it, or one of a kind that is not implemented (named).
     """
-    metadata = read_gguf_metadata(path)
+    metadata = read_gguf_header(path).metadata
     build = {"gpt2": _byte_level_backend, "llama": _sentencepiece_backend}
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in build:

@@ -1,5 +1,4 @@
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
 from jprefill.errors import CheckpointError
+from jprefill.model.checkpoints.gguf_header import read_gguf_header
 from jprefill.tokenization import load_tokenizer, write_gguf_tokenizer
-from jprefill.tokenization.gguf_metadata import read_gguf_metadata
 from jprefill.tokenization.gguf_vocabulary import PRE_TOKENIZERS, load_gguf_tokenizer
 from jprefill.tokenization.sentencepiece_tokenizer import NO_DUMMY_PREFIX
 
@@ -197,22 +196,11 @@ def test_damaged_headers_are_refused(byte_level_gguf: Write, tmp_path: Path) -> 
     for cut in (0, 3, 10, 24, 100, len(data) // 2):
         bad.write_bytes(data[:cut])
         with pytest.raises(CheckpointError, match=r"bad\.gguf"):
-            read_gguf_metadata(bad)
+            read_gguf_header(bad)
     for offset in (4, 16, 24):  # version, number of keys, length of the first key
         bad.write_bytes(data[:offset] + b"\xff" * 8 + data[offset + 8 :])
         with pytest.raises(CheckpointError, match=r"bad\.gguf"):
-            read_gguf_metadata(bad)
-
-
-def test_loading_fifty_thousand_tokens_takes_well_under_two_seconds(write_gguf: Write) -> None:
-    letters = [chr(c) for c in range(0x100, 0x200)]
-    pairs = [(left, right) for left in letters for right in letters[:200]]
-    tokens = letters + ["".join(pair) for pair in pairs]
-    merges = [" ".join(pair) for pair in pairs]
-    path = write_gguf(tokens, [1] * len(tokens), model="gpt2", pre="smollm", merges=merges)
-    start = time.process_time()
-    assert load_gguf_tokenizer(path).vocab_size == len(tokens)
-    assert time.process_time() - start < 2
+            read_gguf_header(bad)
 
 
 # Written by transformers 5.24 from HuggingFaceTB/SmolLM2-135M-Instruct.

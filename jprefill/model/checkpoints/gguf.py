@@ -143,12 +143,7 @@ def hf_config_of(header: GGUFHeader) -> dict[str, Any]:
         )
     _refuse_unsupported(meta)
     embed_dim, num_heads = _count(meta, "embedding_length"), _count(meta, "attention.head_count")
-    head_dim = _count(meta, "attention.key_length", embed_dim // max(num_heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (value := _count(meta, key, head_dim)) != head_dim:
-            raise UnsupportedModelError(
-                f"llama.{key}={value} differs from head_dim={head_dim}: not implemented"
-            )
+    head_dim = _head_dim(meta, embed_dim // max(num_heads, 1))
     theta = _number(meta, "rope.freq_base", 10_000.0)
     names = {hf_name(name) for name in header.tensors}
     return {
@@ -181,6 +176,16 @@ def _refuse_unsupported(meta: Mapping[str, Any]) -> None:
     ):
         if (value := meta.get(f"llama.{key}", neutral)) != neutral:
             raise UnsupportedModelError(f"llama.{key}={value!r} is not implemented: {neutral!r} is")
+
+
+def _head_dim(meta: Mapping[str, Any], default: int) -> int:
+    head_dim = _count(meta, "attention.key_length", default)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (value := _count(meta, key, head_dim)) != head_dim:
+            raise UnsupportedModelError(
+                f"llama.{key}={value} differs from head_dim={head_dim}: not implemented"
+            )
+    return head_dim
 
 
 def _count(meta: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -4,6 +4,7 @@ Orbax is imported where it is used: it takes a fifth of a second, and other form
 """
 
 import contextlib
+import hashlib
 import math
 import threading
 from collections.abc import Iterable, Iterator
@@ -94,9 +95,11 @@ class OrbaxSource:
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def fingerprint(self, dtype: DType) -> str:
-        """See `WeightSource`. The manifest's; a dtype other than the stored one is named behind it."""
+        """See `WeightSource`. The manifest's; for a dtype other than the stored one, derived from both."""
         stored = self.manifest
-        return stored.fingerprint if dtype == stored.dtype else f"{stored.fingerprint}-{dtype}"
+        if dtype == stored.dtype:
+            return stored.fingerprint
+        return hashlib.sha256(f"{stored.fingerprint} {dtype}".encode()).hexdigest()
 
     def _entry(self, name: str) -> Any:
         try:

@@ -125,7 +125,7 @@ def check_tensors(source: WeightSource) -> dict[str, tuple[int, ...]]:
     present = source.names()
     if source.config.num_layers > len(present):  # before a damaged count fills memory with names
         raise CheckpointError(
-            f"{source.name}: {len(present)} tensors cannot be the {source.config.num_layers} layers of the config"
+            f"{source.name}: {len(present)} tensors cannot be the config's {source.config.num_layers} layers"
         )
     wanted = weight_shapes(source.config)
     if missing := [name for name in wanted if name not in present]:

@@ -140,7 +140,7 @@ def test_unknown_architecture_is_refused(hf_directory):
 def test_absurd_number_of_layers_is_refused_at_once(hf_directory):
     config = json.loads((hf_directory / "config.json").read_text())
     (hf_directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2**40}))
-    fails(hf_directory, "tiny: 21 tensors cannot be the 1099511627776 layers of the config")
+    fails(hf_directory, "tiny: 21 tensors cannot be the config's 1099511627776 layers")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"a": NaN', "[" * 100_000])
@@ -372,6 +372,14 @@ def test_damaged_orbax_file_never_loads_wrong_weights(converted, tiny):
             num_refused += refused_or_right(converted, tiny.weights)
             path.write_bytes(whole)
     assert num_refused >= 2 * len(files)
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_scrambled_orbax_metadata_is_one_error(converted, name):
+    path = next((converted / "weights").rglob(name))
+    path.write_bytes(b"{" * path.stat().st_size)
+    fails(converted, "weights: ")
 
 
 def refused_or_right(directory, expected):

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from jprefill.model.checkpoints.detect import open_source
 from jprefill.model.checkpoints.manifest import FILE_NAME, Manifest, digest_tensor, exact_fingerprint
 from jprefill.model.checkpoints.orbax import WEIGHTS, OrbaxSource, file_sizes, write_weights
 from jprefill.model.checkpoints.read_ahead import progress_bar, read_ahead
-from jprefill.model.checkpoints.source import DTYPES, WeightSource, cast, check_dtype, check_tensors
+from jprefill.model.checkpoints.source import DTYPES, Kind, WeightSource, cast, check_dtype, check_tensors
 
 
 def convert(
@@ -54,18 +53,7 @@ def convert(
     shapes = check_tensors(source)
     with _new_directory(Path(dst), overwrite=overwrite) as partial:
         digests = _write(source, shapes, partial / WEIGHTS, dtype, progress=progress)
-        tokenizer_files = _copy_tokenizer(source, partial)
-        manifest = Manifest(
-            name=source.name,
-            hf_config=source.hf_config,
-            dtype=dtype,
-            fingerprint=exact_fingerprint(source.config, digests),
-            **_origin(source),
-            weight_files=file_sizes(partial / WEIGHTS),
-            tokenizer_files=tokenizer_files,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            jprefill_version=__version__,
-        )
+        manifest = _manifest(source, partial, dtype, exact_fingerprint(source.config, digests))
         manifest.write(partial)
     return manifest
 
@@ -93,18 +81,30 @@ def _write(
     return digests
 
 
-def _copy_tokenizer(source: WeightSource, directory: Path) -> tuple[str, ...]:
+def _manifest(source: WeightSource, directory: Path, dtype: DType, fingerprint: str) -> Manifest:
+    """Completes `directory` with the tokenizer, and describes it."""
     from jprefill.tokenization import copy_tokenizer_files
 
-    return copy_tokenizer_files(source.tokenizer_path, directory)
+    kind, name = _origin(source)
+    return Manifest(
+        name=source.name,
+        hf_config=source.hf_config,
+        dtype=dtype,
+        fingerprint=fingerprint,
+        source_kind=kind,
+        source_name=name,
+        weight_files=file_sizes(directory / WEIGHTS),
+        tokenizer_files=copy_tokenizer_files(source.tokenizer_path, directory),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        jprefill_version=__version__,
+    )
 
 
-def _origin(source: WeightSource) -> dict[str, Any]:
+def _origin(source: WeightSource) -> tuple[Kind, str]:
     """What the weights came from at first. Base names only: a manifest can be published, a path cannot."""
     if isinstance(source, OrbaxSource):
-        return {"source_kind": source.manifest.source_kind, "source_name": source.manifest.source_name}
-    name = source.tokenizer_path.name if source.kind == "gguf" else source.name
-    return {"source_kind": source.kind, "source_name": name}
+        return source.manifest.source_kind, source.manifest.source_name
+    return source.kind, source.tokenizer_path.name if source.kind == "gguf" else source.name
 
 
 @contextlib.contextmanager
@@ -117,20 +117,31 @@ def _new_directory(dst: Path, *, overwrite: bool) -> Iterator[Path]:
     dst = dst.resolve()
     _check_destination(dst, overwrite=overwrite)
     partial = dst.with_name(f"{dst.name}.partial-{os.getpid()}")
-    old = dst.with_name(f"{dst.name}.old-{os.getpid()}")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had our number
         partial.mkdir(parents=True)
         yield partial
         _check_destination(dst, overwrite=overwrite)
-        if dst.exists():
-            dst.rename(old)
-        partial.rename(dst)
+        _put_in_place(partial, dst)
     except OSError as error:
         raise CheckpointError(f"{dst.name}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_in_place(partial: Path, dst: Path) -> None:
+    """Renames `partial` to `dst`; what stood there is deleted only afterwards, and comes back on failure."""
+    if not dst.exists():
+        partial.rename(dst)
+        return
+    old = dst.with_name(f"{dst.name}.old-{os.getpid()}")
+    dst.rename(old)
+    try:
+        partial.rename(dst)
+    except OSError:
+        old.rename(dst)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_destination(dst: Path, *, overwrite: bool) -> None:

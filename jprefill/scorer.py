@@ -86,9 +86,9 @@ class Scorer:
         from jprefill.model import checkpoints
         from jprefill.tokenization.load import load_tokenizer
 
-        checkpoint = checkpoints.load(path, dtype=config.dtype)
+        checkpoint = checkpoints.load(path, dtype=config.dtype, progress=True)
         tokenizer = load_tokenizer(checkpoint.tokenizer_path)
-        engine = Engine.from_checkpoint(checkpoint, config)
+        engine = Engine.from_checkpoint(checkpoint, config, progress=True)
         return cls(engine, tokenizer, ChatTemplate.from_tokenizer(tokenizer))
 
     def score(

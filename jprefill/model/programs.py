@@ -81,7 +81,7 @@ class Programs:
         lowered = {
             (bucket, name): low for bucket in buckets for name, low in _lower(spec, layout, dtype, bucket)
         }
-        with tqdm(total=len(lowered), desc="Compiling", disable=not progress, leave=False) as bar:
+        with tqdm(total=len(lowered), desc="compiling", disable=None if progress else True) as bar:
 
             def build(low: stages.Lowered) -> stages.Compiled:
                 compiled = low.compile()

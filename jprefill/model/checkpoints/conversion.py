@@ -53,7 +53,8 @@ def convert(
     shapes = check_tensors(source)
     with _new_directory(Path(dst), overwrite=overwrite) as partial:
         digests = _write(source, shapes, partial / WEIGHTS, dtype, progress=progress)
-        manifest = _manifest(source, partial, dtype, exact_fingerprint(source.config, digests))
+        fingerprint = exact_fingerprint(source.config, digests)
+        manifest = _manifest(source, partial, Path(dst).name, dtype, fingerprint)
         manifest.write(partial)
     return manifest
 
@@ -81,18 +82,18 @@ def _write(
     return digests
 
 
-def _manifest(source: WeightSource, directory: Path, dtype: DType, fingerprint: str) -> Manifest:
-    """Completes `directory` with the tokenizer, and describes it."""
+def _manifest(source: WeightSource, directory: Path, name: str, dtype: DType, fingerprint: str) -> Manifest:
+    """Completes `directory` with the tokenizer, and describes it under the name that its owner chose."""
     from jprefill.tokenization import copy_tokenizer_files
 
-    kind, name = _origin(source)
+    kind, source_name = _origin(source)
     return Manifest(
-        name=source.name,
+        name=name,
         hf_config=source.hf_config,
         dtype=dtype,
         fingerprint=fingerprint,
         source_kind=kind,
-        source_name=name,
+        source_name=source_name,
         weight_files=file_sizes(directory / WEIGHTS),
         tokenizer_files=copy_tokenizer_files(source.tokenizer_path, directory),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -48,7 +48,7 @@ def test_converted_directory_loads_with_the_same_weights(tiny, hf_directory, tmp
     assert checkpoint.fingerprint == manifest.fingerprint
     assert checkpoint.config == open_source(hf_directory).config
     assert list(checkpoint.weights) == list(weight_shapes(checkpoint.config))
-    assert checkpoint.name == "tiny"
+    assert checkpoint.name == "converted"
 
 
 @pytest.mark.parametrize("stored", NUMPY)
@@ -85,7 +85,7 @@ def test_dtype_of_a_converted_checkpoint_can_be_changed(tiny, hf_directory, tmp_
     convert(hf_directory, tmp_path / "wide", dtype="float32", progress=False)
     again = convert(tmp_path / "wide", tmp_path / "narrow", progress=False)
     assert again.fingerprint == convert(hf_directory, tmp_path / "direct", progress=False).fingerprint
-    assert (again.source_kind, again.source_name, again.name) == ("hf", "tiny", "tiny")
+    assert (again.source_kind, again.source_name, again.name) == ("hf", "tiny", "narrow")
     assert_same(load(tmp_path / "narrow").weights, tiny.weights)
 
 
@@ -196,5 +196,5 @@ def test_relative_paths_work(tiny, hf_directory, tmp_path, monkeypatch):
     monkeypatch.chdir(hf_directory)
     convert(".", "../converted", progress=False)
     monkeypatch.chdir(tmp_path)
-    assert load(Path("converted")).name == "tiny"
+    assert load(Path("converted")).name == "converted"
     assert_same(load("converted").weights, tiny.weights)

@@ -41,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jprefill", description="Decisions by large language models, in JAX."
-    )
+    parser = argparse.ArgumentParser(prog="jprefill", description="Decisions by large language models, in JAX.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     asked = next((arg for arg in argv if not arg.startswith("-")), None)
@@ -94,9 +92,7 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
     query.add_argument("--query", metavar="TEXT", help="what stands before every item")
     query.add_argument("--query-file", metavar="FILE", help="the same, from a file; - is stdin")
     items = parser.add_mutually_exclusive_group()
-    items.add_argument(
-        "--item", action="append", metavar="TEXT", help="repeat for more (default: one, empty)"
-    )
+    items.add_argument("--item", action="append", metavar="TEXT", help="repeat for more (default: one, empty)")
     items.add_argument("--items-file", metavar="FILE", help="one item per line; - is stdin")
     parser.add_argument("--label", action="append", metavar="TEXT", required=True, help="repeat for more")
     parser.add_argument("--item-first", action="store_true", help="the prompt is item + query")
@@ -111,9 +107,7 @@ def _score(args: argparse.Namespace) -> int:
     if args.items_file is not None:
         items = _read(args.items_file, "--items-file").splitlines()
     with _scorer(args) as scorer:
-        scores = scorer.score(
-            query, items, args.label, item_first=args.item_first, temperature=args.temperature
-        )
+        scores = scorer.score(query, items, args.label, item_first=args.item_first, temperature=args.temperature)
     if args.json:
         _print_json({"model": args.model, "items": scores.to_dicts(), **_costs(scores)})
         return 0
@@ -183,9 +177,7 @@ def _questions(args: argparse.Namespace) -> list[dict[str, Any]]:
     if isinstance(questions, dict):
         questions = questions.get("questions")
     if not isinstance(questions, list):
-        raise InvalidRequestError(
-            f"--questions-file {args.questions_file}: must hold a list of question objects"
-        )
+        raise InvalidRequestError(f"--questions-file {args.questions_file}: must hold a list of question objects")
     return questions
 
 

@@ -80,9 +80,7 @@ class Engine:
         self._thread.start()
 
     @classmethod
-    def from_checkpoint(
-        cls, checkpoint: "Checkpoint", config: EngineConfig, *, progress: bool = False
-    ) -> "Engine":
+    def from_checkpoint(cls, checkpoint: "Checkpoint", config: EngineConfig, *, progress: bool = False) -> "Engine":
         """Compiles every program for the checkpoint, runs each once, and starts the engine thread.
 
         Raises:
@@ -138,9 +136,7 @@ class Engine:
         unfinished = []
         for piece, items in zip(pieces, unpack(pieces, scores), strict=True):
             if not all(np.isfinite(item.logprobs).all() for item in items):
-                self._recover(
-                    [piece], EngineError("the model gave a value that is not finite"), len(pieces) > 1
-                )
+                self._recover([piece], EngineError("the model gave a value that is not finite"), len(pieces) > 1)
             elif self._collect(piece, items, started_s, elapsed_s):
                 self._answer(piece.pending)
             else:

@@ -205,9 +205,7 @@ class Scorer:
 
     def _decide_job(self, input: Any, questions: Any, options: Mapping[str, Any]) -> Job[Decisions]:
         limit = self.engine.max_model_len
-        return decide_job(
-            self.tokenizer, self.chat_template, input, questions, max_model_len=limit, **options
-        )
+        return decide_job(self.tokenizer, self.chat_template, input, questions, max_model_len=limit, **options)
 
     def _limits(self) -> dict[str, int]:
         return {"vocab_size": self.engine.vocab_size, "max_model_len": self.engine.max_model_len}

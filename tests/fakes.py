@@ -160,8 +160,7 @@ def next_token_logprobs(token_ids: Sequence[int], vocab_size: int) -> np.ndarray
 def item_scores(prefix: np.ndarray, item: Item, vocab_size: int) -> ItemScores:
     """What the rows of one item say, each from exactly the tokens it may see."""
     rows = [
-        next_token_logprobs([*prefix, *item.token_ids[: row + 1]], vocab_size).astype(np.float32)
-        for row in item.rows
+        next_token_logprobs([*prefix, *item.token_ids[: row + 1]], vocab_size).astype(np.float32) for row in item.rows
     ]
     logprobs = [row[targets] for row, targets in zip(rows, item.targets, strict=True)]
     return ItemScores(

@@ -115,9 +115,7 @@ def test_score_reads_files_and_stdin(capsys, tmp_path, monkeypatch):
     (tmp_path / "items.txt").write_text("a\nb\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Q: \n"))
     argv = ["--model", "m", "--label", "Y", "--label", "N"]
-    from_files = run_json(
-        capsys, "score", *argv, "--query-file", "-", "--items-file", str(tmp_path / "items.txt")
-    )
+    from_files = run_json(capsys, "score", *argv, "--query-file", "-", "--items-file", str(tmp_path / "items.txt"))
     given = run_json(capsys, "score", *argv, "--query", "Q: ", "--item", "a", "--item", "b")
     assert from_files["items"] == given["items"]
 
@@ -161,9 +159,7 @@ def test_a_bad_variable_is_an_error_too(capsys, monkeypatch):
 
 
 def test_decide_answers_predicates(capsys):
-    record = run_json(
-        capsys, "decide", "--model", "m", "--input", "x", "--predicate", "a", "--predicate", "b"
-    )
+    record = run_json(capsys, "decide", "--model", "m", "--input", "x", "--predicate", "a", "--predicate", "b")
     assert [answer["type"] for answer in record["answers"]] == ["predicate", "predicate"]
     assert record["prompt_format_version"] == 1
 
@@ -290,9 +286,7 @@ def test_version_and_help_need_no_jax():
         "try: main(sys.argv[1:])\nexcept SystemExit: print('jax' in sys.modules)"
     )
     for argv in (["--version"], ["--help"], ["score", "--help"], ["serve", "--help"]):
-        result = subprocess.run(
-            [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True
-        )
+        result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
         assert result.stdout.endswith("False\n")
         assert result.stdout.startswith(("jprefill ", "usage: jprefill"))
 

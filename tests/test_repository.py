@@ -48,11 +48,7 @@ def test_no_file_names_a_path_of_the_machine_it_was_written_on():
 
 
 def test_nothing_large_is_tracked():
-    large = {
-        str(p.relative_to(ROOT)): p.stat().st_size
-        for p in project_files()
-        if p.stat().st_size > MAX_FILE_BYTES
-    }
+    large = {str(p.relative_to(ROOT)): p.stat().st_size for p in project_files() if p.stat().st_size > MAX_FILE_BYTES}
     assert large == {}
 
 
@@ -89,9 +85,7 @@ def test_commands_in_documents_exist():
         if not (ROOT / name).exists():
             continue
         text = (ROOT / name).read_text(encoding="utf-8")
-        missing += [
-            f"{name}: make {t}" for t in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M) if t not in targets
-        ]
+        missing += [f"{name}: make {t}" for t in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M) if t not in targets]
         scripts = re.findall(r"\bscripts/[\w./]+\b", text)
         missing += [f"{name}: {script}" for script in scripts if not (ROOT / script).exists()]
     assert missing == []

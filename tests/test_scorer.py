@@ -52,9 +52,7 @@ def test_many_threads_may_ask_at_once(scorer):
     expected = {i: scorer.score([i], [[1]], label_ids=[2, 3]).items for i in range(8)}
     seen = {}
     threads = [
-        threading.Thread(
-            target=lambda i=i: seen.update({i: scorer.score([i], [[1]], label_ids=[2, 3]).items})
-        )
+        threading.Thread(target=lambda i=i: seen.update({i: scorer.score([i], [[1]], label_ids=[2, 3]).items}))
         for i in range(8)
     ]
     for thread in threads:

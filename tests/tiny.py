@@ -48,9 +48,7 @@ def make_runner(config=CONFIG, buckets=(256, 1024), **changes):
 
 
 def make_engine(runner, **changes):
-    return Engine(
-        runner, replace(SETTINGS, **changes), model_name="tiny", max_model_len=runner.config.max_position
-    )
+    return Engine(runner, replace(SETTINGS, **changes), model_name="tiny", max_model_len=runner.config.max_position)
 
 
 def tokens(rng, length, vocab_size=300):

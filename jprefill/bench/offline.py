@@ -20,6 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+import jprefill
 from jprefill.bench.local import load_checkpoint, load_tokenizer, positive, positive_list, running_engine
 from jprefill.bench.parity import Scorer
 from jprefill.bench.peer import DEFAULT_PYTHON, Peer, hf_command
@@ -155,7 +156,7 @@ def _label_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _setting(args: argparse.Namespace, peer: Peer | None) -> dict[str, Any]:
     """What a reader needs to repeat the run; the same for all its records."""
-    versions = {name: version(name) for name in ("jprefill", "jax", "jaxlib")}
+    versions = {"jprefill": jprefill.__version__} | {name: version(name) for name in ("jax", "jaxlib")}
     return {
         "model": str(args.model),
         "dtype": args.dtype,

@@ -27,9 +27,7 @@ def use_cache(folder: str | None) -> None:
     except OSError as error:
         raise ConfigError(f"compilation_cache={str(path)!r}: {error.strerror}") from None
     if path.stat().st_mode & 0o022:
-        raise ConfigError(
-            f"compilation_cache={str(path)!r} can be written by others: compiled programs are code"
-        )
+        raise ConfigError(f"compilation_cache={str(path)!r} can be written by others: compiled programs are code")
     jax.config.update("jax_compilation_cache_dir", str(path))
     # By default JAX stores only what took a second to compile; ours are many and small.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -42,6 +40,7 @@ class CompileCounter:
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
+        self._is_closed = False
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **_: object) -> None:
@@ -50,5 +49,8 @@ class CompileCounter:
             self.seconds += duration_secs
 
     def close(self) -> None:
-        """Unregisters the listener."""
+        """Unregisters the listener; closing twice is fine."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         jax.monitoring.unregister_event_duration_listener(self._listen)

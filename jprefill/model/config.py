@@ -90,13 +90,10 @@ class ModelConfig:
     def _check(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
-                f"num_attention_heads={self.num_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_kv_heads}"
+                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
         if not (math.isfinite(self.norm_eps) and self.norm_eps >= 0):
-            raise UnsupportedModelError(
-                f"config.json: rms_norm_eps={self.norm_eps!r} must be a number, at least 0"
-            )
+            raise UnsupportedModelError(f"config.json: rms_norm_eps={self.norm_eps!r} must be a number, at least 0")
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim={self.head_dim}: rope needs an even one")
 
@@ -109,9 +106,7 @@ def _architecture(hf: Mapping[str, Any]) -> str:
     names = hf.get("architectures") or [by_type.get(str(hf.get("model_type")), hf.get("model_type"))]
     name = names[0] if isinstance(names, list) else names
     if name not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"architecture {name!r} is not implemented: {', '.join(ARCHITECTURES)} are"
-        )
+        raise UnsupportedModelError(f"architecture {name!r} is not implemented: {', '.join(ARCHITECTURES)} are")
     return name
 
 
@@ -132,11 +127,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     if hf.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"hidden_act={hf['hidden_act']!r} is not implemented: 'silu' is")
     window = hf.get("sliding_window")
-    if (
-        window is not None
-        and hf.get("use_sliding_window", True)
-        and window < hf.get("max_position_embeddings", 0)
-    ):
+    if window is not None and hf.get("use_sliding_window", True) and window < hf.get("max_position_embeddings", 0):
         raise UnsupportedModelError(f"sliding_window={window} is not implemented: attention is whole")
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method")
@@ -172,7 +163,5 @@ def _rope(hf: Mapping[str, Any]) -> RopeConfig:
         factor=float(scaling["factor"]),
         low_freq_factor=float(scaling["low_freq_factor"]),
         high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_len=int(
-            scaling.get("original_max_position_embeddings", hf.get("max_position_embeddings", 8192))
-        ),
+        original_max_len=int(scaling.get("original_max_position_embeddings", hf.get("max_position_embeddings", 8192))),
     )

@@ -63,9 +63,7 @@ def project_kv(
         return rotate(k, _angles(rows, config)), v
 
 
-def project_q(
-    x: Float[Array, "T D"], weights: LayerWeights, rows: Rows, config: ModelConfig
-) -> Float[Array, "T N H"]:
+def project_q(x: Float[Array, "T D"], weights: LayerWeights, rows: Rows, config: ModelConfig) -> Float[Array, "T N H"]:
     """Queries of each row, rope applied."""
     with jax.named_scope("project_q"):
         normal = rms_norm(x, weights["input_layernorm.weight"], config.norm_eps)

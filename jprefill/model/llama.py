@@ -37,9 +37,7 @@ class Attention(nnx.Module):
         shapes = layer_shapes(config)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             has_bias = f"self_attn.{name}.bias" in shapes
-            setattr(
-                self, name, Weight(shapes[f"self_attn.{name}.weight"], rngs, has_bias=has_bias, dtype=dtype)
-            )
+            setattr(self, name, Weight(shapes[f"self_attn.{name}.weight"], rngs, has_bias=has_bias, dtype=dtype))
 
 
 class MLP(nnx.Module):
@@ -95,9 +93,7 @@ class Llama(nnx.Module):
         return jnp.einsum("td,vd->tv", x, table.weight[...], precision="highest").astype(jnp.float32)
 
 
-def _forward(
-    config: ModelConfig, x: Float[Array, "T D"], weights: LayerWeights, rows: Rows
-) -> Float[Array, "T D"]:
+def _forward(config: ModelConfig, x: Float[Array, "T D"], weights: LayerWeights, rows: Rows) -> Float[Array, "T D"]:
     k, v = project_kv(x, weights, rows, config)
     q = project_q(x, weights, rows, config)
     return finish(x, attend(q, k, v, rows.ranges, implementation="reference"), weights, config)

@@ -78,9 +78,7 @@ class Programs:
         progress: bool = False,
     ) -> "Programs":
         """Traces here, compiles in a small pool of threads with large stacks."""
-        lowered = {
-            (bucket, name): low for bucket in buckets for name, low in _lower(spec, layout, dtype, bucket)
-        }
+        lowered = {(bucket, name): low for bucket in buckets for name, low in _lower(spec, layout, dtype, bucket)}
         with tqdm(total=len(lowered), desc="compiling", disable=None if progress else True) as bar:
 
             def build(low: stages.Lowered) -> stages.Compiled:
@@ -98,9 +96,7 @@ def _submit_all[K](build: Callable[[stages.Lowered], stages.Compiled], lowered: 
     before = threading.stack_size(COMPILE_STACK_BYTES)
     try:
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as pool:
-            pending: dict[K, Future[stages.Compiled]] = {
-                key: pool.submit(build, low) for key, low in lowered.items()
-            }
+            pending: dict[K, Future[stages.Compiled]] = {key: pool.submit(build, low) for key, low in lowered.items()}
     finally:
         threading.stack_size(before)
     return pending

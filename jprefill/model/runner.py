@@ -79,18 +79,14 @@ class Runner:
             for size in HEAD_SIZES:
                 self.run(_one_token(bucket, size.num_rows))
 
-    def _read(
-        self, programs: BucketPrograms, batch: Batch, x: jax.Array, kv: KeyValues, rows: Rows
-    ) -> BatchScores:
+    def _read(self, programs: BucketPrograms, batch: Batch, x: jax.Array, kv: KeyValues, rows: Rows) -> BatchScores:
         """Head calls over all read rows; all are dispatched before the first is awaited."""
         calls = list(_head_calls(batch))
         if programs.fill_kv is None:
             answers = [programs.read[call.size](x, self._head, _reads(batch, call)) for call in calls]
         else:
             last = self._layers[-1]
-            answers = [
-                programs.read[call.size](x, kv, last, self._head, rows, _reads(batch, call)) for call in calls
-            ]
+            answers = [programs.read[call.size](x, kv, last, self._head, rows, _reads(batch, call)) for call in calls]
         return _gather(batch, calls, answers)
 
 
@@ -134,9 +130,7 @@ def _one_token(bucket: int, num_rows: int) -> Batch:
     self_pos = np.full(bucket, -1, np.int32)
     self_pos[0] = 0
     rows = np.arange(num_rows, dtype=np.int32)
-    return Batch(
-        zeros, zeros, zeros, zeros, zeros, self_pos, 1, np.zeros_like(rows), rows, np.zeros_like(rows)
-    )
+    return Batch(zeros, zeros, zeros, zeros, zeros, self_pos, 1, np.zeros_like(rows), rows, np.zeros_like(rows))
 
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:

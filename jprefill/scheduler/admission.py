@@ -19,9 +19,7 @@ def check(request: ScoreRequest, config: EngineConfig, vocab_size: int, max_mode
     if not request.items:
         raise InvalidRequestError("a request needs at least one item", param="items")
     if len(request.items) > config.max_items:
-        raise InvalidRequestError(
-            f"{len(request.items)} items, the limit is {config.max_items}", param="items"
-        )
+        raise InvalidRequestError(f"{len(request.items)} items, the limit is {config.max_items}", param="items")
     _check_ids(request.prefix, vocab_size, "prefix")
     for index, item in enumerate(request.items):
         _check_item(item, config, vocab_size, f"items[{index}]")

@@ -106,9 +106,7 @@ class _Buffer:
         """Asks for the item's rows, shifted to where the item lies."""
         num_rows, num_targets = item.targets.shape
         self.rows.append(item.rows + np.int32(start))
-        self.pair_rows.append(
-            np.repeat(np.arange(num_rows, dtype=np.int32), num_targets) + np.int32(self.num_rows)
-        )
+        self.pair_rows.append(np.repeat(np.arange(num_rows, dtype=np.int32), num_targets) + np.int32(self.num_rows))
         self.pair_ids.append(item.targets.reshape(-1))
         self.num_rows += num_rows
 

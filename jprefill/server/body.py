@@ -108,20 +108,14 @@ def decompressor(encoding: str | None) -> Decompress | None:
     if name == "identity":
         return None
     if name not in _DECOMPRESSORS:
-        raise UnsupportedMediaTypeError(
-            "this content encoding is not served: use gzip, deflate, zstd or none"
-        )
+        raise UnsupportedMediaTypeError("this content encoding is not served: use gzip, deflate, zstd or none")
     return _DECOMPRESSORS[name]
 
 
 def _check_content_type(content_type: str | None) -> None:
     """JSON, or nothing said: `curl -d` users who send a form type learn why they are refused."""
     kind = (content_type or "").partition(";")[0].strip().lower()
-    if (
-        kind
-        and kind != "application/json"
-        and not (kind.startswith("application/") and kind.endswith("+json"))
-    ):
+    if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise UnsupportedMediaTypeError("send the body as content-type application/json")
 
 

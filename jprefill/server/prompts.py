@@ -37,9 +37,7 @@ def check_all_fit(shared: int, parts: Sequence[int], max_model_len: int, limits:
       InvalidRequestError: all prompts together are too much for one request.
     """
     if len(parts) > limits.max_prompts:
-        raise InvalidRequestError(
-            f"{param} has {len(parts)} entries, the limit is {limits.max_prompts}", param=param
-        )
+        raise InvalidRequestError(f"{param} has {len(parts)} entries, the limit is {limits.max_prompts}", param=param)
     if parts:
         longest = max(range(len(parts)), key=parts.__getitem__)
         check_fits(shared + parts[longest], max_model_len, limits, f"{param}[{longest}]")

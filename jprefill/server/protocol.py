@@ -60,10 +60,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Counts one header; an error here makes the parser refuse the request."""
         self._num_headers += 1
         self._num_header_bytes += len(name) + len(value)
-        if (
-            self._num_headers > self._limits.max_headers
-            or self._num_header_bytes > self._limits.max_header_bytes
-        ):
+        if self._num_headers > self._limits.max_headers or self._num_header_bytes > self._limits.max_header_bytes:
             raise ValueError("too many or too large headers")
         super().on_header(name, value)
 

@@ -1,7 +1,6 @@
 """Answers in bytes: JSON by msgspec, and the one error envelope of every route."""
 
 import math
-import re
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ _encoder = msgspec.json.Encoder()
 # Names and values that clients send may be echoed in messages; they must not make them huge.
 _MAX_MESSAGE_CHARS = 500
 _MAX_PARAM_CHARS = 120
-_INDEX = re.compile(r"\.(\d+)\b")  # `items.3` and `items[3]` reach clients as the latter
 _HTTP_ERRORS = {
     404: ("not_found", "no such route: see /docs for the routes of this server"),
     405: ("method_not_allowed", "this route does not take this method: see the Allow header"),
@@ -27,7 +25,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
     """The OpenAI envelope: all four keys, always."""
-    param = param and _INDEX.sub(r"[\1]", param)[:_MAX_PARAM_CHARS]
+    param = param and param[:_MAX_PARAM_CHARS]
     return {"error": {"message": message[:_MAX_MESSAGE_CHARS], "type": kind, "param": param, "code": code}}
 
 
@@ -45,9 +43,7 @@ def error_response(error: JPrefillError, retry_after_s: float) -> Response:
         headers = _retry_headers(retry_after_s)
     elif error.status == 401:
         headers = {"www-authenticate": "Bearer"}
-    return json_response(
-        error_body(error.message, error.type, error.param, error.code), error.status, headers
-    )
+    return json_response(error_body(error.message, error.type, error.param, error.code), error.status, headers)
 
 
 def http_error_response(status: int, headers: dict[str, str] | None) -> Response:

@@ -78,9 +78,7 @@ def _check_shape(sent: ScoreBody) -> tuple[str | list[int], list[str | list[int]
                 "label_token_ids or labels",
                 param=field,
             )
-        raise InvalidRequestError(
-            "label_token_ids (or labels, as texts) is required", param="label_token_ids"
-        )
+        raise InvalidRequestError("label_token_ids (or labels, as texts) is required", param="label_token_ids")
     if sent.sent("score_extraction_token"):
         raise UnsupportedFeatureError(
             "score_extraction_token is not served: send one item per score", param="score_extraction_token"

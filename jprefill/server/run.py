@@ -132,9 +132,7 @@ class DrainingServer(uvicorn.Server):
         if self._state.phase == "ready" and not self._is_announced:
             self._is_announced = True
             logger.info("Jprefill is ready: %s", self._url)
-            logger.info(
-                "The server is fired up and ready to roll!"
-            )  # the words that scripts for SGLang wait for
+            logger.info("The server is fired up and ready to roll!")  # the words that scripts for SGLang wait for
         return await super().on_tick(counter)
 
     def _on_signal(self, number: int) -> None:

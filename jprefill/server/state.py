@@ -114,9 +114,7 @@ class ServerState:
           ModelNotFoundError: the model is not served here.
         """
         if name not in (names := self.model_names()):
-            raise ModelNotFoundError(
-                f"the model {name[:100]!r} is not served here: use {names[0]!r}", param="model"
-            )
+            raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: use {names[0]!r}", param="model")
         return names[0]
 
     @contextmanager

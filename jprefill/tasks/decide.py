@@ -115,9 +115,7 @@ class RatingAnswer:
         pairs = zip(self.levels, self.probabilities, strict=True)
         fields = {
             "score": self.score,
-            "probabilities": [
-                {"value": i, "label": label, "probability": p} for i, (label, p) in enumerate(pairs)
-            ],
+            "probabilities": [{"value": i, "label": label, "probability": p} for i, (label, p) in enumerate(pairs)],
             "confidence": self.confidence,
             "label_mass": self.label_mass,
         }
@@ -239,9 +237,7 @@ def _replay(prompt: Ids, label_ids: Ids) -> Replay:
     return Replay(tuple(prompt.tolist()), tuple(label_ids.tolist()))
 
 
-def _request(
-    prompts: Sequence[Ids], label_ids: Sequence[Ids], salt: str, deadline_s: float | None
-) -> ScoreRequest:
+def _request(prompts: Sequence[Ids], label_ids: Sequence[Ids], salt: str, deadline_s: float | None) -> ScoreRequest:
     prefix, suffixes = split_prefix(prompts)
     items = tuple(
         Item(token_ids=ids, rows=np.array([len(ids) - 1], np.int32), targets=targets[None])
@@ -276,9 +272,7 @@ def _answer(question: Question, read: ItemLabels, replay: Replay | None) -> Answ
     return RatingAnswer(question.name, score, levels, p, p[top] * mass, mass, replay)
 
 
-def _answer_dict(
-    kind: str, name: str | None, fields: Mapping[str, Any], replay: Replay | None
-) -> dict[str, Any]:
+def _answer_dict(kind: str, name: str | None, fields: Mapping[str, Any], replay: Replay | None) -> dict[str, Any]:
     return {"type": kind, "name": name, **fields, **(replay.to_dict() if replay else {})}
 
 

@@ -73,14 +73,10 @@ def _message_text(message: Any, param: str) -> str:
         raise InvalidRequestError(f"{param} must be an object with role and content", param=param)
     kind = message.get("type") or "message"
     if kind != "message":
-        raise UnsupportedFeatureError(
-            f"{param}.type={kind!r} is not served: 'message' is", param=f"{param}.type"
-        )
+        raise UnsupportedFeatureError(f"{param}.type={kind!r} is not served: 'message' is", param=f"{param}.type")
     role = message.get("role")
     if role != "user":
-        raise UnsupportedFeatureError(
-            f"{param}.role={role!r} is not served: 'user' is", param=f"{param}.role"
-        )
+        raise UnsupportedFeatureError(f"{param}.role={role!r} is not served: 'user' is", param=f"{param}.role")
     if unknown := [key for key in message if key not in ("type", "role", "content")]:
         raise InvalidRequestError(
             f"{param} has an unknown key {unknown[0]!r}: known are content, role, type",
@@ -98,9 +94,7 @@ def _part_text(part: Any, param: str) -> str:
         raise InvalidRequestError(f"{param} must be an object with type and text", param=param)
     kind = part.get("type")
     if kind not in ("input_text", "text"):
-        raise UnsupportedFeatureError(
-            f"{param}.type={kind!r} is not served: 'input_text' is", param=f"{param}.type"
-        )
+        raise UnsupportedFeatureError(f"{param}.type={kind!r} is not served: 'input_text' is", param=f"{param}.type")
     if unknown := [key for key in part if key not in ("type", "text")]:
         raise UnsupportedFeatureError(
             f"{param}.{unknown[0]} is not served: a text part has type and text",

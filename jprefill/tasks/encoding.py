@@ -65,9 +65,7 @@ def _find_cut(text: str, num_shared: int) -> int | None:
     return starts[-1] if starts else None
 
 
-def _confirm(
-    tokenizer: Tokenizer, text: str, whole: Ids, cut: int, *, add_bos: bool
-) -> tuple[Ids, int] | None:
+def _confirm(tokenizer: Tokenizer, text: str, whole: Ids, cut: int, *, add_bos: bool) -> tuple[Ids, int] | None:
     """Tokens of the head and where the tail starts, if head and tail together are the whole; else None.
 
     A SentencePiece vocabulary puts a space before every text, so there the tail starts behind its own.

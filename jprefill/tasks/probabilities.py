@@ -17,9 +17,7 @@ def check_temperature(temperature: Any) -> float:
     """
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not math.isfinite(temperature) or temperature <= 0:
-        raise InvalidRequestError(
-            f"temperature={temperature!r}: must be a finite number above 0", param="temperature"
-        )
+        raise InvalidRequestError(f"temperature={temperature!r}: must be a finite number above 0", param="temperature")
     return float(temperature)
 
 

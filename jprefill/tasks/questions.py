@@ -91,9 +91,7 @@ def _check_question(question: Any, param: str) -> Question:
     if kind == "predicate":
         return Predicate(instructions, name)
     if kind == "choice":
-        return Choice(
-            instructions, _check_options(_required(fields, "choices", param), f"{param}.choices"), name
-        )
+        return Choice(instructions, _check_options(_required(fields, "choices", param), f"{param}.choices"), name)
     return Rating(instructions, _check_levels(_required(fields, "levels", param), f"{param}.levels"), name)
 
 
@@ -107,8 +105,7 @@ def _as_mapping(question: Any, param: str) -> Mapping[str, Any]:
     if isinstance(question, Rating):
         return {"type": "score", **head, "levels": question.levels}
     raise InvalidRequestError(
-        f"{param} must be a Predicate, Choice or Rating, or an object with a type, "
-        f"got {type(question).__name__}",
+        f"{param} must be a Predicate, Choice or Rating, or an object with a type, got {type(question).__name__}",
         param=param,
     )
 
@@ -116,9 +113,7 @@ def _as_mapping(question: Any, param: str) -> Mapping[str, Any]:
 def _check_kind(fields: Mapping[str, Any], param: str) -> str:
     kind = fields.get("type")
     if kind is None:
-        raise InvalidRequestError(
-            f"{param} has no type: send 'predicate', 'choice' or 'score'", param=f"{param}.type"
-        )
+        raise InvalidRequestError(f"{param} has no type: send 'predicate', 'choice' or 'score'", param=f"{param}.type")
     if not isinstance(kind, str) or kind not in _KEYS:
         raise UnsupportedFeatureError(
             f"{param}.type={kind!r} is not served: 'predicate', 'choice' and 'score' are",

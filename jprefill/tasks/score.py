@@ -239,9 +239,7 @@ def _distinct_ids(ids: Any, vocab_size: int, param: str) -> Ids:
     return checked
 
 
-def _request(
-    prompts: Sequence[Ids], targets: Sequence[Ids], salt: str, deadline_s: float | None
-) -> ScoreRequest:
+def _request(prompts: Sequence[Ids], targets: Sequence[Ids], salt: str, deadline_s: float | None) -> ScoreRequest:
     """Reads the last row of each prompt: it predicts the token that follows."""
     prefix, suffixes = split_prefix(prompts)
     items = tuple(

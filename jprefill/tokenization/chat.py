@@ -51,9 +51,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"the chat template is broken at line {error.lineno}: {error.message}"
-            ) from None
+            raise CheckpointError(f"the chat template is broken at line {error.lineno}: {error.message}") from None
         except (TemplateError, *_FAULTS) as error:
             raise CheckpointError(f"the chat template cannot be compiled: {type(error).__name__}") from None
 
@@ -104,9 +102,7 @@ class ChatTemplate:
             )
         for name in kwargs:
             if name in _RESERVED or name in self._template.globals:
-                raise InvalidRequestError(
-                    f"{name} is set by the server", param=f"chat_template_kwargs.{name}"
-                )
+                raise InvalidRequestError(f"{name} is set by the server", param=f"chat_template_kwargs.{name}")
         return {**kwargs, "enable_thinking": False}
 
 

@@ -81,7 +81,7 @@ def check_token_ids(token_ids: Sequence[object] | np.ndarray, vocab_size: int, p
         if not _is_token_id(value, vocab_size):
             raise InvalidRequestError(
                 f"{param}[{index}]={shorten(value)}: a token id is an integer from 0 to {vocab_size - 1}",
-                param=f"{param}.{index}",
+                param=f"{param}[{index}]",
             )
     raise InvalidRequestError(f"{param}: must be one list of token ids", param=param)
 

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from jprefill.errors import CheckpointError, JPrefillError
-from jprefill.tokenization.checks import guarded
 from jprefill.model.checkpoints.gguf_header import read_gguf_header
+from jprefill.tokenization.checks import guarded
 from jprefill.tokenization.json_tokenizer import JsonTokenizer
 from jprefill.tokenization.settings import TokenizerSettings
 
@@ -130,9 +130,7 @@ class _Vocabulary:
         if token_id is None:
             return None
         if not 0 <= token_id < len(self.texts):
-            raise CheckpointError(
-                f"{self.name}: {role}_token_id={token_id}: there are {len(self.texts)} tokens"
-            )
+            raise CheckpointError(f"{self.name}: {role}_token_id={token_id}: there are {len(self.texts)} tokens")
         return self.texts[token_id]
 
     def added_tokens(self) -> list[AddedToken]:
@@ -160,9 +158,7 @@ def _byte_level_backend(vocabulary: _Vocabulary) -> Backend:
     pre = vocabulary.pre
     # Vocabularies made by tiktoken: a word that is a token is taken whole.
     ignore_merges = pre in ("llama-bpe", "tekken")
-    backend = Backend(
-        models.BPE(vocabulary.ids, [_split_merge(m) for m in merges], ignore_merges=ignore_merges)
-    )
+    backend = Backend(models.BPE(vocabulary.ids, [_split_merge(m) for m in merges], ignore_merges=ignore_merges))
     backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizers(pre))  # type: ignore[assignment]
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
@@ -218,9 +214,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     Every cut of a piece into two pieces is a merge with the whole's score. Among equal scores SentencePiece
     takes the leftmost pair in the text. A rank cannot say that; the shorter left half is as near as it gets.
     """
-    score = {
-        text: vocabulary.scores[i] for text, i in vocabulary.ids.items() if vocabulary.types[i] == _NORMAL
-    }
+    score = {text: vocabulary.scores[i] for text, i in vocabulary.ids.items() if vocabulary.types[i] == _NORMAL}
     merges = [
         (-whole_score, cut, whole)
         for whole, whole_score in score.items()

@@ -66,9 +66,7 @@ class JsonTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
-        known = [
-            i for i in token_ids if 0 <= i < self.vocab_size
-        ]  # a negative id is an OverflowError in Rust
+        known = [i for i in token_ids if 0 <= i < self.vocab_size]  # a negative id is an OverflowError in Rust
         return guarded(lambda: self._backend.decode(known, skip_special_tokens=False))
 
     def token_text(self, token_id: int) -> str:
@@ -92,9 +90,7 @@ class JsonTokenizer:
     def _role_id(self, settings: TokenizerSettings, role: str) -> int | None:
         token_id = settings.token_id(role, self._backend.token_to_id)
         if token_id is not None and self._backend.id_to_token(token_id) is None:
-            raise CheckpointError(
-                f"{role}_id={token_id} is not in the vocabulary of {self.vocab_size} tokens"
-            )
+            raise CheckpointError(f"{role}_id={token_id} is not in the vocabulary of {self.vocab_size} tokens")
         return token_id
 
     def _bos_rule(self, settings: TokenizerSettings) -> bool:

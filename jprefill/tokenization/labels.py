@@ -15,9 +15,7 @@ _MAX_SHOWN_TOKENS = 8
 _LINE_BREAK = re.compile(r"\s*\n\s*")
 
 
-def resolve_labels(
-    tokenizer: Tokenizer, labels: Sequence[str], context: str, *, param: str = "labels"
-) -> list[int]:
+def resolve_labels(tokenizer: Tokenizer, labels: Sequence[str], context: str, *, param: str = "labels") -> list[int]:
     """Token ids of the labels as they stand right after `context`.
 
     A label is usable if the text with it has the context's tokens and exactly one more.
@@ -40,7 +38,7 @@ def resolve_labels(
     tail_ids = tokenizer.encode(tail, add_bos=False)
     ids: dict[int, int] = {}  # token id -> index of its label
     for index, label in enumerate(labels):
-        where = f"{param}.{index}"
+        where = f"{param}[{index}]"
         check_text(label, where)
         token_id = _one_token(tokenizer, tail, tail_ids, label)
         if token_id is None:

@@ -116,11 +116,7 @@ def _processor(model: bytes) -> SentencePieceProcessor:
 
 def _control_texts(processor: SentencePieceProcessor) -> dict[int, AddedText]:
     ids = range(processor.vocab_size())
-    return {
-        i: AddedText(processor.id_to_piece(i))
-        for i in ids
-        if processor.is_control(i) or processor.is_unknown(i)
-    }
+    return {i: AddedText(processor.id_to_piece(i)) for i in ids if processor.is_control(i) or processor.is_unknown(i)}
 
 
 def _splitter(tokens: list[AddedText]) -> re.Pattern[str] | None:

@@ -136,9 +136,7 @@ def _added_texts(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedT
     try:
         return _parse_added(read_json(directory / "added_tokens.json"), entries)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(
-            "the added tokens are no map of id and text: see added_tokens_decoder"
-        ) from None
+        raise CheckpointError("the added tokens are no map of id and text: see added_tokens_decoder") from None
 
 
 def _parse_added(ids: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[int, AddedText]:

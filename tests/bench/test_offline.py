@@ -102,7 +102,6 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     monkeypatch.setattr(offline, "load_tokenizer", lambda _: ByteTokenizer())
     monkeypatch.setattr(offline, "running_engine", running_engine)
     monkeypatch.setattr(offline, "hf_command", lambda *_: python(PEER))
-    monkeypatch.setattr(offline, "version", lambda _: "1")
     monkeypatch.setattr(offline, "_PAUSE_S", 0.0)
 
     def run_command(*argv: Any) -> int:

@@ -73,9 +73,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         with FakeEngine(vocab_size=VOCAB_SIZE) as engine:
             yield engine
 
-    monkeypatch.setattr(
-        compare, "load_checkpoint", lambda path, dtype: SimpleNamespace(path=path, dtype=dtype)
-    )
+    monkeypatch.setattr(compare, "load_checkpoint", lambda path, dtype: SimpleNamespace(path=path, dtype=dtype))
     monkeypatch.setattr(compare, "load_tokenizer", lambda checkpoint: ByteTokenizer())
     monkeypatch.setattr(compare, "running_engine", running_engine)
 
@@ -166,9 +164,7 @@ def test_a_prompt_of_one_token_has_an_empty_prefix():
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_scores_come_back_in_the_order_of_the_prompts(tmp_path: Path, is_packed: bool):
-    path = write_reference(
-        tmp_path, [reference_prompt(t, has_continuation=t == "b") for t in ("a", "b", "c")]
-    )
+    path = write_reference(tmp_path, [reference_prompt(t, has_continuation=t == "b") for t in ("a", "b", "c")])
     prompts = load_reference(path).prompts
     with FakeEngine(vocab_size=VOCAB_SIZE) as engine:
         scores = score_prompts(engine, prompts, is_packed=is_packed, title="")
@@ -179,12 +175,8 @@ def test_scores_come_back_in_the_order_of_the_prompts(tmp_path: Path, is_packed:
 # ---- the command -------------------------------------------------------------------------------------------
 
 
-def test_agreement_passes_and_says_so(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = write_reference(
-        tmp_path, [reference_prompt("good"), reference_prompt("bad", has_continuation=True)]
-    )
+def test_agreement_passes_and_says_so(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_reference(tmp_path, [reference_prompt("good"), reference_prompt("bad", has_continuation=True)])
     assert run(path) == 0
     output = capsys.readouterr().out
     assert "PASSED: tolerance 0.0001" in output
@@ -210,10 +202,7 @@ def test_other_token_ids_fail_and_are_shown(
 ):
     prompt = reference_prompt("good") | {"text": "gold"}
     assert run(write_reference(tmp_path, [prompt])) == 1
-    assert (
-        "tokenizer differs: good: token 2 of 4: ours ['l', 'd'], reference ['o', 'd']"
-        in capsys.readouterr().out
-    )
+    assert "tokenizer differs: good: token 2 of 4: ours ['l', 'd'], reference ['o', 'd']" in capsys.readouterr().out
 
 
 def test_long_tables_are_cut_to_the_ten_worst(
@@ -230,12 +219,8 @@ def test_long_tables_are_cut_to_the_ten_worst(
     assert "prompt-03" in capsys.readouterr().out
 
 
-def test_layouts_are_compared_pair_by_pair(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = write_reference(
-        tmp_path, [reference_prompt("good", shift=-1.0)]
-    )  # the reference does not matter here
+def test_layouts_are_compared_pair_by_pair(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_reference(tmp_path, [reference_prompt("good", shift=-1.0)])  # the reference does not matter here
     assert run(path, "--between", "stream,hybrid,full:64") == 0
     output = capsys.readouterr().out
     assert all(title in output for title in ("hybrid:256 against stream:256", "full:64 against hybrid:256"))
@@ -243,9 +228,7 @@ def test_layouts_are_compared_pair_by_pair(
     assert [config.layout for config in run.configs] == ["stream", "hybrid", "full"]  # type: ignore[attr-defined]
 
 
-def test_pack_compares_together_with_alone(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_pack_compares_together_with_alone(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write_reference(tmp_path, [reference_prompt("one"), reference_prompt("two")])
     assert run(path, "--pack") == 0
     assert "stream:256+pack against stream:256" in capsys.readouterr().out
@@ -261,9 +244,7 @@ def test_the_json_file_holds_every_prompt(run: Callable[..., int], tmp_path: Pat
 
 
 def test_limits_choose_prompts(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = write_reference(
-        tmp_path, [reference_prompt(text) for text in ("long one", "short", "tiny", "mini")]
-    )
+    path = write_reference(tmp_path, [reference_prompt(text) for text in ("long one", "short", "tiny", "mini")])
     run(path, "--max-tokens", 5, "--limit", 2, "--verbose")
     output = capsys.readouterr().out
     assert "long one" not in output
@@ -272,9 +253,7 @@ def test_limits_choose_prompts(run: Callable[..., int], tmp_path: Path, capsys: 
         run(path, "--max-tokens", 3)
 
 
-@pytest.mark.parametrize(
-    "text", ["stream", "stream,stream", "stream,dense", "stream:x,full", "", "stream,full+packed"]
-)
+@pytest.mark.parametrize("text", ["stream", "stream,stream", "stream,dense", "stream:x,full", "", "stream,full+packed"])
 def test_a_bad_variant_is_named_with_what_is_allowed(text: str):
     with pytest.raises(ConfigError, match=r"--between"):
         parse_variants(text, EngineConfig())

@@ -18,6 +18,8 @@ def ints(*values):
 GOOD = Item(ints(1, 2, 3), ints(2), ints(7, 8).reshape(1, 2))
 EMPTY = np.zeros(0, np.int32)
 
+EVIL = ints(7, 50).reshape(1, 2)
+
 BAD = {
     "no items": (ScoreRequest(EMPTY, ()), "at least one item", "items"),
     "too many items": (ScoreRequest(EMPTY, (GOOD,) * 5), "5 items, the limit is 4", "items"),
@@ -28,9 +30,11 @@ BAD = {
     "negative row": (ScoreRequest(EMPTY, (replace(GOOD, rows=ints(-1)),)), "0 to 2", "items[0]"),
     "id too large": (ScoreRequest(EMPTY, (replace(GOOD, token_ids=ints(1, 50, 3)),)), "50 is out of", "items[0]"),
     "negative id in prefix": (ScoreRequest(ints(-1), (GOOD,)), "-1 is out of range: 0 to 49", "prefix"),
-    "target too large": (ScoreRequest(EMPTY, (replace(GOOD, targets=ints(7, 50).reshape(1, 2)),)), "50", "items[0] targets"),
+    "target too large": (ScoreRequest(EMPTY, (replace(GOOD, targets=EVIL),)), "50", "items[0] targets"),
     "too many labels": (
-        ScoreRequest(EMPTY, (replace(GOOD, targets=np.zeros((1, 9), np.int32)),)), "9 labels, the limit is 8", "items[0]",
+        ScoreRequest(EMPTY, (replace(GOOD, targets=np.zeros((1, 9), np.int32)),)),
+        "9 labels, the limit is 8",
+        "items[0]",
     ),
 }  # fmt: skip
 

@@ -173,18 +173,14 @@ def test_what_is_no_json_object_is_refused(client: Any, path: str, name: str, sc
         ("GET", "/v1/models/other", 404, "model_not_found"),
     ],
 )
-def test_routes_and_methods_that_are_not_there(
-    client: Any, method: str, path: str, status: int, code: str
-) -> None:
+def test_routes_and_methods_that_are_not_there(client: Any, method: str, path: str, status: int, code: str) -> None:
     reply = client.request(method, path)
     assert_error(reply, status, "model" if code == "model_not_found" else None, code)
     if status == 405:
         assert reply.headers["allow"]
 
 
-@pytest.mark.parametrize(
-    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
-)
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_another_content_type_is_415(client: Any, content_type: str) -> None:
     assert_error(client.post_raw("/v1/score", b"{}", content_type=content_type), 415)
 
@@ -252,16 +248,12 @@ def test_texts_that_cannot_fit_are_refused_before_tokenising(serve: Any, scorer_
     engine = FakeEngine(max_model_len=100)
     client = serve(scorer_of(engine), limits=Limits(max_prompt_chars=5000))
     body = {"model": "fake", "input": "x" * 2000, "questions": [PREDICATE]}
-    message = assert_error(
-        client.post("/v1/decisions", json=body), 400, "questions[0]", "context_length_exceeded"
-    )
+    message = assert_error(client.post("/v1/decisions", json=body), 400, "questions[0]", "context_length_exceeded")
     assert "100 tokens" in message
     assert "1600 characters" in message
     score = {"query": "x" * 90, "items": ["y"] * 60, "label_token_ids": [1]}
     assert_error(client.post("/v1/score", json=score), 400, "items", "invalid_value")
-    assert_error(
-        client.post("/tokenize", json={"prompt": "x" * 1601}), 400, "prompt", "context_length_exceeded"
-    )
+    assert_error(client.post("/tokenize", json={"prompt": "x" * 1601}), 400, "prompt", "context_length_exceeded")
     many = {"query": "", "items": [""] * 70_000, "label_token_ids": [1]}
     assert_error(client.post("/v1/score", json=many), 400, "items", "invalid_value")
     assert engine.requests == []
@@ -288,11 +280,7 @@ def test_long_names_are_cut_in_error_messages(client: Any, decision: Any) -> Non
 
 
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )

@@ -162,9 +162,7 @@ def test_held_bodies_are_bounded_in_bytes(serve: Any, scorer_of: Any, scoring: A
     assert first.result(10).status_code == 200
 
 
-def test_deadline_comes_from_the_header_else_from_the_setting(
-    serve: Any, scorer_of: Any, scoring: Any
-) -> None:
+def test_deadline_comes_from_the_header_else_from_the_setting(serve: Any, scorer_of: Any, scoring: Any) -> None:
     engine = FakeEngine()
     serve(scorer_of(engine)).post("/v1/score", json=scoring)
     client = serve(scorer_of(engine), request_timeout_s=100.0)

@@ -104,9 +104,7 @@ def test_score_takes_labels_as_texts(client: Any, scoring: dict[str, Any]) -> No
     assert client.post("/v1/score", json={**texts, "labels": ["A", "B"]}).json() == by_ids
 
 
-def test_score_takes_one_item_one_list_per_item_and_unknown_fields(
-    client: Any, scoring: dict[str, Any]
-) -> None:
+def test_score_takes_one_item_one_list_per_item_and_unknown_fields(client: Any, scoring: dict[str, Any]) -> None:
     one = client.post("/v1/score", json={**scoring, "items": "soup", "rid": 7, "model": "default"})
     assert len(one.json()["scores"]) == 1
     both = client.post("/v1/score", json={**scoring, "label_token_ids": [[65, 66], [65, 66]], "model": ""})
@@ -154,17 +152,13 @@ def test_tokenizing_matches_scoring(client: Any, scoring: dict[str, Any]) -> Non
 
 def test_openapi_document_describes_bodies(client: Any) -> None:
     document = client.get("/openapi.json").json()
-    schema = document["paths"]["/v1/decisions"]["post"]["requestBody"]["content"]["application/json"][
-        "schema"
-    ]
+    schema = document["paths"]["/v1/decisions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/DecisionsBody"}
     assert "questions" in document["components"]["schemas"]["DecisionsBody"]["properties"]
     assert client.get("/docs").status_code == 200
 
 
-def test_salts_from_both_fields_enter_the_request(
-    serve: Any, scorer_of: Any, decision: dict[str, Any]
-) -> None:
+def test_salts_from_both_fields_enter_the_request(serve: Any, scorer_of: Any, decision: dict[str, Any]) -> None:
     engine = FakeEngine()
     client = serve(scorer_of(engine))
     salts = []

@@ -15,9 +15,7 @@ TOKENIZER = ByteTokenizer()
 STATE = "Order 1042 is five days late. The customer asks for a refund."
 QUESTIONS = [
     Predicate("The message needs an answer today.", name="urgent"),
-    Choice(
-        "Which team should handle it?", [Option("billing", "payments and refunds"), "delivery"], name="team"
-    ),
+    Choice("Which team should handle it?", [Option("billing", "payments and refunds"), "delivery"], name="team"),
     Rating("How upset is the customer?", ["calm", Level("annoyed", "a bit"), "angry"], name="tone"),
 ]
 
@@ -89,9 +87,7 @@ def test_messages_are_joined_to_one_state():
 def test_more_than_26_options_get_two_letters():
     pairs = [a + b for a in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" for b in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
     tokenizer = ByteTokenizer(merges=pairs)
-    decisions = run(
-        "x", [Choice("Which?", [f"v{i}" for i in range(40)])], tokenizer, return_prompt_token_ids=True
-    )
+    decisions = run("x", [Choice("Which?", [f"v{i}" for i in range(40)])], tokenizer, return_prompt_token_ids=True)
     (answer,) = decisions.answers
     assert len(answer.probabilities) == 40
     assert len(set(answer.replay.label_token_ids)) == 40
@@ -99,9 +95,7 @@ def test_more_than_26_options_get_two_letters():
 
 def test_more_options_than_labels_is_refused_with_the_path():
     with pytest.raises(InvalidRequestError, match="40 options, but only 0") as caught:
-        decide_job(
-            TOKENIZER, template(), "x", [Predicate("y"), Choice("Which?", [f"v{i}" for i in range(40)])]
-        )
+        decide_job(TOKENIZER, template(), "x", [Predicate("y"), Choice("Which?", [f"v{i}" for i in range(40)])])
     assert caught.value.param == "questions[1].choices"
 
 
@@ -118,9 +112,7 @@ def test_answers_follow_from_the_label_probabilities():
     shares = [e / e.sum() for e in expected]
 
     assert predicate.probability == pytest.approx(shares[0][1], abs=1e-6)
-    assert choice.probabilities == pytest.approx(
-        dict(zip(["billing", "delivery"], shares[1], strict=True)), abs=1e-6
-    )
+    assert choice.probabilities == pytest.approx(dict(zip(["billing", "delivery"], shares[1], strict=True)), abs=1e-6)
     assert choice.choice == ["billing", "delivery"][shares[1].argmax()]
     assert choice.confidence == pytest.approx(shares[1].max() * masses[1], abs=1e-6)
     assert rating.probabilities == pytest.approx(tuple(shares[2]), abs=1e-6)
@@ -241,9 +233,7 @@ def test_another_wording_is_refused(version):
 
 
 def test_limits_name_the_question():
-    with pytest.raises(
-        ContextLengthError, match=r"questions\[1\] makes a prompt of \d+ tokens, the limit is 120"
-    ):
+    with pytest.raises(ContextLengthError, match=r"questions\[1\] makes a prompt of \d+ tokens, the limit is 120"):
         decide_job(TOKENIZER, template(), "x", [Predicate("y"), Predicate("y" * 60)], max_model_len=120)
     with pytest.raises(InvalidRequestError, match="2 entries: allowed are 1 to 1"):
         decide_job(TOKENIZER, template(), "x", [Predicate("y")] * 2, max_questions=1)

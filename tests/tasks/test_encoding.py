@@ -87,9 +87,7 @@ def test_tokens_are_those_of_the_whole_text(tokenizer, num_chars, separator, end
     check(tokenizer, [shared + end for end in ends])
 
 
-@pytest.mark.parametrize(
-    "shared", ["x" * 9000, " " * 9000, "日" * 9000, "a b " * 200 + "x" * 9000, "ab\n" * 3000]
-)
+@pytest.mark.parametrize("shared", ["x" * 9000, " " * 9000, "日" * 9000, "a b " * 200 + "x" * 9000, "ab\n" * 3000])
 def test_texts_without_words_are_tokenised_as_they_are(tokenizer, shared):
     check(tokenizer, [shared + "a", shared + " b", shared])
 
@@ -104,9 +102,7 @@ def test_sentencepiece_models_of_their_own_kind_agree(tmp_path):
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(
-            [some_text(20_000).replace("\n", " ")[i : i + 400] for i in range(0, 20_000, 400)]
-        ),
+        sentence_iterator=iter([some_text(20_000).replace("\n", " ")[i : i + 400] for i in range(0, 20_000, 400)]),
         model_writer=model,
         vocab_size=300,
         model_type="bpe",

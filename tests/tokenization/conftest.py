@@ -138,13 +138,7 @@ def sentencepiece_gguf(sentencepiece_model: bytes, write_gguf: Callable[..., Pat
         processor.LoadFromSerializedProto(sentencepiece_model)
         pieces = range(processor.vocab_size())
         types = [
-            2
-            if processor.is_unknown(i)
-            else 3
-            if processor.is_control(i)
-            else 6
-            if processor.is_byte(i)
-            else 1
+            2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
             for i in pieces
         ]
         ids = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, **ids}

@@ -87,33 +87,25 @@ def test_every_pre_tokenizer_keeps_the_text(byte_level_gguf: Write, pre: str) ->
 
 
 def test_unknown_kinds_are_named(byte_level_gguf: Write, write_gguf: Write) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"model\.gguf: tokenizer\.ggml\.pre 'deepseek-llm' is not implemented"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.gguf: tokenizer\.ggml\.pre 'deepseek-llm' is not implemented"):
         load_gguf_tokenizer(byte_level_gguf("deepseek-llm"))
     with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre is missing: gpt-2, default, smollm"):
         load_gguf_tokenizer(byte_level_gguf(None))
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer\.ggml\.model='bert' is not implemented: 'gpt2', 'llama'"
-    ):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.model='bert' is not implemented: 'gpt2', 'llama'"):
         load_gguf_tokenizer(write_gguf(["a"], [1], model="bert"))
     with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.merges is missing"):
         load_gguf_tokenizer(write_gguf(["a"], [1], model="gpt2", pre="gpt-2"))
     with pytest.raises(CheckpointError, match=r"the vocabulary cannot be used: .*`b` out of vocabulary"):
         load_gguf_tokenizer(write_gguf(["a"], [1], model="gpt2", pre="gpt-2", merges=["a b"]))
     with pytest.raises(CheckpointError, match=r"bos_token_id=7: there are 2 tokens"):
-        load_gguf_tokenizer(
-            write_gguf(["a", "aa"], [1, 1], model="gpt2", pre="gpt-2", merges=["a a"], bos_token_id=7)
-        )
+        load_gguf_tokenizer(write_gguf(["a", "aa"], [1, 1], model="gpt2", pre="gpt-2", merges=["a a"], bos_token_id=7))
 
 
 @pytest.mark.parametrize(
     ("pre", "value", "expected"),
     [("gpt-2", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", True, True)],
 )
-def test_bos_rule_of_byte_level_files(
-    byte_level_gguf: Write, pre: str, value: bool | None, expected: bool
-) -> None:
+def test_bos_rule_of_byte_level_files(byte_level_gguf: Write, pre: str, value: bool | None, expected: bool) -> None:
     ids = {} if value is None else {"add_bos_token": value}
     assert load_gguf_tokenizer(byte_level_gguf(pre, **ids)).adds_bos is expected
 
@@ -150,9 +142,7 @@ def test_llama_control_tokens_and_byte_fallback(sentencepiece_gguf: Write) -> No
 
 def test_user_defined_tokens_hold_spaces_and_are_not_special(write_gguf: Write) -> None:
     tokens = ["<unk>", "<s>", "▁", "a", "▁a", "▁▁tool"]
-    path = write_gguf(
-        tokens, [2, 3, 1, 1, 1, 4], model="llama", scores=[0, 0, -1, -2, -3, 0], add_space_prefix=False
-    )
+    path = write_gguf(tokens, [2, 3, 1, 1, 1, 4], model="llama", scores=[0, 0, -1, -2, -3, 0], add_space_prefix=False)
     tokenizer = load_gguf_tokenizer(path)
     assert tokenizer.encode("a  tool a", add_bos=False) == [3, 5, 4]
     assert tokenizer.decode([3, 5, 4]) == "a  tool a"
@@ -180,9 +170,7 @@ def test_written_files_stand_alone(byte_level_gguf: Write, tmp_path: Path) -> No
     assert Backend.from_file(str(directory / "tokenizer.json")).encode("yes").ids[0] == ours.bos_id
 
 
-def test_written_config_says_that_there_is_no_bos(
-    byte_level_json: str, write_gguf: Write, tmp_path: Path
-) -> None:
+def test_written_config_says_that_there_is_no_bos(byte_level_json: str, write_gguf: Write, tmp_path: Path) -> None:
     path = write_gguf(["a", "b", "aa"], [1, 3, 1], model="gpt2", pre="qwen2", merges=["a a"], eos_token_id=1)
     write_gguf_tokenizer(path, tmp_path / "out")
     config = json.loads((tmp_path / "out/tokenizer_config.json").read_text())

@@ -20,9 +20,7 @@ CHATML = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "l
 
 @pytest.fixture(scope="module")
 def plain(byte_level_json: str) -> JsonTokenizer:
-    return JsonTokenizer(
-        Backend.from_str(byte_level_json), TokenizerSettings(tokens={"bos_token": "<|im_start|>"})
-    )
+    return JsonTokenizer(Backend.from_str(byte_level_json), TokenizerSettings(tokens={"bos_token": "<|im_start|>"}))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -150,9 +148,7 @@ def test_token_text_of_a_metaspace_vocabulary() -> None:
 
 @pytest.mark.parametrize("text", ["\ud800", "ok \udfff", "é" * 50 + "\ud83d"])
 def test_lone_surrogate_is_refused_with_its_place(plain: JsonTokenizer, text: str) -> None:
-    with pytest.raises(
-        InvalidRequestError, match=rf"lone surrogate \\u[0-9a-f]{{4}} at character {len(text) - 1}"
-    ):
+    with pytest.raises(InvalidRequestError, match=rf"lone surrogate \\u[0-9a-f]{{4}} at character {len(text) - 1}"):
         plain.encode(text, add_bos=False)
 
 

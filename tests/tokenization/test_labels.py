@@ -43,7 +43,7 @@ def test_sentencepiece_labels_need_their_own_boundary(piecewise: SentencePieceTo
 def test_label_of_several_tokens_says_what_it_became_and_what_works(byte_level: JsonTokenizer) -> None:
     with pytest.raises(LabelError) as error:
         resolve_labels(byte_level, [" A", "xyz"], "The answer is")
-    assert error.value.param == "labels.1"
+    assert error.value.param == "labels[1]"
     assert error.value.message.startswith("label 'xyz' is 3 tokens here: 'x' (")
     with pytest.raises(LabelError, match=r"label 'answer ' .*; one token here: ' answer'"):
         resolve_labels(byte_level, ["answer "], "The")
@@ -52,7 +52,7 @@ def test_label_of_several_tokens_says_what_it_became_and_what_works(byte_level: 
 def test_label_that_joins_the_end_of_the_prompt_is_explained(byte_level: JsonTokenizer) -> None:
     with pytest.raises(LabelError) as error:
         resolve_labels(byte_level, ["A"], "The answer is ", param="questions.0.labels")
-    assert error.value.param == "questions.0.labels.0"
+    assert error.value.param == "questions.0.labels[0]"
     assert "label 'A' joins the end of the prompt ' ': ' A' (" in error.value.message
     assert "one token if the prompt ends without the space: 'A', ' A'" in error.value.message
     with pytest.raises(LabelError, match="joins the end of the prompt"):
@@ -60,11 +60,9 @@ def test_label_that_joins_the_end_of_the_prompt_is_explained(byte_level: JsonTok
 
 
 def test_labels_must_differ(byte_level: JsonTokenizer) -> None:
-    with pytest.raises(
-        LabelError, match=r"labels 0 \('A'\) and 2 \('A'\) are the same token: 'A' \("
-    ) as error:
+    with pytest.raises(LabelError, match=r"labels 0 \('A'\) and 2 \('A'\) are the same token: 'A' \(") as error:
         resolve_labels(byte_level, ["A", "B", "A"], CHAT)
-    assert error.value.param == "labels.2"
+    assert error.value.param == "labels[2]"
 
 
 def test_empty_labels_are_refused(byte_level: JsonTokenizer) -> None:
@@ -73,10 +71,10 @@ def test_empty_labels_are_refused(byte_level: JsonTokenizer) -> None:
     assert error.value.param == "labels"
     with pytest.raises(LabelError, match="the label is empty") as error:
         resolve_labels(byte_level, ["A", ""], CHAT)
-    assert error.value.param == "labels.1"
+    assert error.value.param == "labels[1]"
     with pytest.raises(InvalidRequestError, match="lone surrogate") as error:
         resolve_labels(byte_level, ["\ud800"], CHAT)
-    assert error.value.param == "labels.0"
+    assert error.value.param == "labels[0]"
 
 
 def test_error_text_stays_short_whatever_the_label(byte_level: JsonTokenizer) -> None:
@@ -113,28 +111,21 @@ def test_tail_is_bounded(byte_level: JsonTokenizer) -> None:
 
 
 _CONTEXTS = st.lists(
-    st.sampled_from(
-        ["A", " ", "\n", "  ", ".", ":", "answer", " yes", "<|im_end|>", "<s>", "\t", "é", "1", "\r\n"]
-    )
+    st.sampled_from(["A", " ", "\n", "  ", ".", ":", "answer", " yes", "<|im_end|>", "<s>", "\t", "é", "1", "\r\n"])
     | st.just("x" * 600),
     max_size=8,
 ).map("".join)
-_LABELS = st.sampled_from(
-    ["A", " A", "yes", " yes", "\n", " ", "\nA", "  A", ".", "1", "é", "<|im_end|>", ":", "\t"]
-)
+_LABELS = st.sampled_from(["A", " A", "yes", " yes", "\n", " ", "\nA", "  A", ".", "1", "é", "<|im_end|>", ":", "\t"])
 
 
-def test_tail_decides_as_the_whole_context_does(
-    byte_level: JsonTokenizer, piecewise: SentencePieceTokenizer
-) -> None:
+def test_tail_decides_as_the_whole_context_does(byte_level: JsonTokenizer, piecewise: SentencePieceTokenizer) -> None:
     @settings(max_examples=400, deadline=None)
     @given(context=_CONTEXTS, label=_LABELS)
     def check(context: str, label: str) -> None:
         for tokenizer in (byte_level, piecewise):
             tail = context_tail(tokenizer, context)
             found = [
-                _one_token(tokenizer, text, tokenizer.encode(text, add_bos=False), label)
-                for text in (tail, context)
+                _one_token(tokenizer, text, tokenizer.encode(text, add_bos=False), label) for text in (tail, context)
             ]
             assert found[0] == found[1]
 

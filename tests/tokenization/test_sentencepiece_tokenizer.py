@@ -104,9 +104,7 @@ def test_longer_added_token_wins() -> None:
     assert splitter.split("x<a><b>y") == ["x", "<a><b>", "y"]
 
 
-def test_token_text(
-    tokenizer: SentencePieceTokenizer, reference: sentencepiece.SentencePieceProcessor
-) -> None:
+def test_token_text(tokenizer: SentencePieceTokenizer, reference: sentencepiece.SentencePieceProcessor) -> None:
     assert tokenizer.token_text(reference.piece_to_id("<0x0A>")) == "\n"
     assert tokenizer.token_text(reference.piece_to_id("<0xE6>")) == "\ufffd"
     assert tokenizer.token_text(reference.encode("The")[0]).startswith(" ")

@@ -46,12 +46,10 @@ def test_bad_id_is_named_with_index_and_value(bad: object, shown: str, index: in
     with pytest.raises(InvalidRequestError) as error:
         check_token_ids(ids, 10, "prompt")
     assert error.value.message == f"prompt[{index}]={shown}: a token id is an integer from 0 to 9"
-    assert error.value.param == f"prompt.{index}"
+    assert error.value.param == f"prompt[{index}]"
 
 
-@pytest.mark.parametrize(
-    "array", [np.array([1, 11]), np.array([1.0, 2.0]), np.array([True]), np.zeros((2, 2), int)]
-)
+@pytest.mark.parametrize("array", [np.array([1, 11]), np.array([1.0, 2.0]), np.array([True]), np.zeros((2, 2), int)])
 def test_bad_arrays_are_refused(array: np.ndarray) -> None:
     with pytest.raises(InvalidRequestError, match="prompt"):
         check_token_ids(array, 10, "prompt")

@@ -64,9 +64,7 @@ class GGUFSource:
         self.hf_config = hf_config_of(header)
         self.config = ModelConfig.from_hf(self.hf_config)
         self._path, self._raw_header = path, header.raw
-        self._tensors = {
-            hf_name(name): entry for name, entry in header.tensors.items() if name != _ROPE_FREQS
-        }
+        self._tensors = {hf_name(name): entry for name, entry in header.tensors.items() if name != _ROPE_FREQS}
 
     def names(self) -> set[str]:
         """See `WeightSource`."""
@@ -80,9 +78,7 @@ class GGUFSource:
         """See `WeightSource`."""
         stored = find(self._tensors, name, self._path.name).format
         if stored not in _PLAIN and not _is_dequantisable(stored):
-            raise CheckpointError(
-                f"{self._path.name}: tensor {name!r} has type {stored}, which is not implemented"
-            )
+            raise CheckpointError(f"{self._path.name}: tensor {name!r} has type {stored}, which is not implemented")
         return _PLAIN.get(stored, np.dtype(np.float32))
 
     def file_name(self, name: str) -> str:
@@ -182,9 +178,7 @@ def _head_dim(meta: Mapping[str, Any], default: int) -> int:
     head_dim = _count(meta, "attention.key_length", default)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (value := _count(meta, key, head_dim)) != head_dim:
-            raise UnsupportedModelError(
-                f"llama.{key}={value} differs from head_dim={head_dim}: not implemented"
-            )
+            raise UnsupportedModelError(f"llama.{key}={value} differs from head_dim={head_dim}: not implemented")
     return head_dim
 
 
@@ -219,9 +213,7 @@ def _rope_scaling(tensors: dict[str, StoredTensor], theta: float, head_dim: int)
         expected = llama3_divisors(theta, head_dim, scaling)
         if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-4, atol=0):
             return {"rope_type": "llama3", **scaling}
-    raise UnsupportedModelError(
-        f"{_ROPE_FREQS} matches no llama3 rope scaling that is known (factor 8 or 32)"
-    )
+    raise UnsupportedModelError(f"{_ROPE_FREQS} matches no llama3 rope scaling that is known (factor 8 or 32)")
 
 
 def llama3_divisors(theta: float, head_dim: int, scaling: Mapping[str, float]) -> np.ndarray:

@@ -142,9 +142,7 @@ def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.scalars("I")[0], cursor.scalars("Q")[0]
 
 
-def _locate(
-    path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, num_file_bytes: int
-) -> StoredTensor:
+def _locate(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, num_file_bytes: int) -> StoredTensor:
     """The tensor's place in the file."""
     try:
         ggml_type = GGMLQuantizationType(kind)
@@ -152,9 +150,7 @@ def _locate(
         raise _Damaged(f"tensor {name!r} has the unknown type {kind}") from None
     block_size, block_bytes = GGML_QUANT_SIZES[ggml_type]
     if shape and shape[-1] % block_size:
-        raise _Damaged(
-            f"tensor {name!r}: rows of {shape[-1]} are no whole {ggml_type.name} blocks of {block_size}"
-        )
+        raise _Damaged(f"tensor {name!r}: rows of {shape[-1]} are no whole {ggml_type.name} blocks of {block_size}")
     num_bytes = math.prod(shape) // block_size * block_bytes
     if offset + num_bytes > num_file_bytes:
         raise _Damaged(f"tensor {name!r} ends at byte {offset + num_bytes}, the file at {num_file_bytes}")

@@ -62,8 +62,7 @@ class HFSource:
         tensor = find(self._tensors, name, self.name)
         if tensor.format not in _DTYPES:
             raise CheckpointError(
-                f"{tensor.file.name}: tensor {name!r} has dtype {tensor.format}: "
-                f"{', '.join(_DTYPES)} are implemented"
+                f"{tensor.file.name}: tensor {name!r} has dtype {tensor.format}: {', '.join(_DTYPES)} are implemented"
             )
         return _DTYPES[tensor.format]
 
@@ -118,9 +117,7 @@ def _open_files(directory: Path) -> tuple[dict[Path, bytes], dict[str, StoredTen
     headers, tensors = {}, {}
     for path in paths:
         headers[path], entries = read_header(path)
-        tensors |= {
-            name: entry for name, entry in entries.items() if weight_map.get(name, path.name) == path.name
-        }
+        tensors |= {name: entry for name, entry in entries.items() if weight_map.get(name, path.name) == path.name}
     for name, file in weight_map.items():
         if name not in tensors:
             raise CheckpointError(f"{file}: tensor {name!r} is missing, {_INDEX} says it is there")
@@ -210,16 +207,12 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _check_layout(
-    path: Path, tensors: dict[str, StoredTensor], data_offset: int, num_data_bytes: int
-) -> None:
+def _check_layout(path: Path, tensors: dict[str, StoredTensor], data_offset: int, num_data_bytes: int) -> None:
     """The data lies without gap or overlap and ends where the file ends."""
     end = data_offset
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if tensor.offset != end:
-            raise CheckpointError(
-                f"{path.name}: the safetensors header is damaged: gap or overlap at tensor {name!r}"
-            )
+            raise CheckpointError(f"{path.name}: the safetensors header is damaged: gap or overlap at tensor {name!r}")
         end += tensor.num_bytes
         if end - data_offset > num_data_bytes:
             raise CheckpointError(
@@ -227,6 +220,4 @@ def _check_layout(
                 f"the file at {data_offset + num_data_bytes}"
             )
     if end - data_offset != num_data_bytes:
-        raise CheckpointError(
-            f"{path.name}: {num_data_bytes - (end - data_offset)} bytes follow the last tensor"
-        )
+        raise CheckpointError(f"{path.name}: {num_data_bytes - (end - data_offset)} bytes follow the last tensor")

@@ -24,9 +24,7 @@ def download(repo_id: str) -> Path:
       CheckpointError: no such local path, and the hub refused, was not reached, or is switched off.
     """
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo_id, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED
-        )
+        folder = huggingface_hub.snapshot_download(repo_id, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
     except (
         OSError,
         ValueError,

@@ -71,9 +71,7 @@ class Manifest:
             raise CheckpointError(f"{FILE_NAME}: format_version={version!r}: {FORMAT_VERSION} is read")
         known = {f.name for f in fields(cls)}
         if wrong := sorted(known ^ values.keys()):
-            raise CheckpointError(
-                f"{FILE_NAME}: key {wrong[0]!r} is {'missing' if wrong[0] in known else 'unknown'}"
-            )
+            raise CheckpointError(f"{FILE_NAME}: key {wrong[0]!r} is {'missing' if wrong[0] in known else 'unknown'}")
         for key, value in values.items():
             if not isinstance(value, _FIELD_TYPES.get(key, str)):
                 raise CheckpointError(f"{FILE_NAME}: {key}={value!r} has the wrong type")
@@ -85,9 +83,7 @@ def _check_values(values: dict[str, Any]) -> None:
     if values["dtype"] not in DTYPES:
         raise CheckpointError(f"{FILE_NAME}: dtype={values['dtype']!r}: {', '.join(DTYPES)} are read")
     if values["source_kind"] not in ("hf", "gguf"):
-        raise CheckpointError(
-            f"{FILE_NAME}: source_kind={values['source_kind']!r}: 'hf' and 'gguf' are known"
-        )
+        raise CheckpointError(f"{FILE_NAME}: source_kind={values['source_kind']!r}: 'hf' and 'gguf' are known")
     if not re.fullmatch(r"[0-9a-f]{64}", values["fingerprint"]):
         raise CheckpointError(f"{FILE_NAME}: fingerprint={values['fingerprint']!r} is no SHA-256")
     for file, num_bytes in values["weight_files"].items():

@@ -87,9 +87,7 @@ class StoredTensor:
         try:
             data = np.fromfile(self.file, np.uint8, self.num_bytes, offset=self.offset)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.file.name}: cannot read tensor {name!r}: {error.strerror}"
-            ) from None
+            raise CheckpointError(f"{self.file.name}: cannot read tensor {name!r}: {error.strerror}") from None
         if data.size != self.num_bytes:
             raise CheckpointError(
                 f"{self.file.name}: tensor {name!r} has {data.size} of its {self.num_bytes} bytes; "
@@ -139,8 +137,7 @@ def check_tensors(source: WeightSource) -> dict[str, tuple[int, ...]]:
     for name, shape in wanted.items():
         if source.shape(name) != shape:
             raise CheckpointError(
-                f"{source.file_name(name)}: tensor {name!r} has shape {source.shape(name)}, "
-                f"the config asks for {shape}"
+                f"{source.file_name(name)}: tensor {name!r} has shape {source.shape(name)}, the config asks for {shape}"
             )
         source.dtype(name)
     return wanted

@@ -1,4 +1,4 @@
-"""The plain layout: every part of the layer over the whole bucket at once. The naive twin that the others must equal."""
+"""The plain layout: every part over the whole bucket at once. The naive twin that the others must equal."""
 
 from jaxtyping import Array, Float, Int32
 

@@ -22,9 +22,7 @@ def attend_reference(
     is_seen = mask.any(0)[:, None, None]
     keys = jnp.repeat(jnp.where(is_seen, k.astype(jnp.float32), 0.0), num_groups, axis=1)
     values = jnp.repeat(jnp.where(is_seen, v.astype(jnp.float32), 0.0), num_groups, axis=1)
-    scores = (
-        jnp.einsum("tnh,snh->nts", q.astype(jnp.float32), keys, precision="highest") * q.shape[-1] ** -0.5
-    )
+    scores = jnp.einsum("tnh,snh->nts", q.astype(jnp.float32), keys, precision="highest") * q.shape[-1] ** -0.5
     scores = jnp.where(mask[None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1, keepdims=True, initial=-1e30)
     weights = jnp.exp(scores - peak)

@@ -30,10 +30,7 @@ GGUF_NAMES = {
 
 
 def vocabulary() -> dict[str, int]:
-    return {
-        token: i
-        for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>", "ab"])
-    }
+    return {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>", "ab"])}
 
 
 def llama_cpp_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -74,8 +71,7 @@ class TinyModel:
         rng = np.random.default_rng(self.seed)
         shapes = weight_shapes(ModelConfig.from_hf(self.hf))
         self.weights = {
-            name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
-            for name, shape in shapes.items()
+            name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()
         }
 
     def write_hf(self, directory: Path, num_shards: int = 1) -> Path:

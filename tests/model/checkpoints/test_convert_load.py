@@ -26,9 +26,7 @@ def assert_same(weights, expected, dtype="bfloat16"):
     for name, array in expected.items():
         found = np.asarray(weights[name])
         assert found.dtype == NUMPY[dtype]
-        np.testing.assert_array_equal(
-            found.view(np.uint8), array.astype(NUMPY[dtype]).view(np.uint8), err_msg=name
-        )
+        np.testing.assert_array_equal(found.view(np.uint8), array.astype(NUMPY[dtype]).view(np.uint8), err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
@@ -115,10 +113,7 @@ def test_biases_are_loaded(make_tiny, tmp_path):
 def test_fingerprint_depends_on_every_weight_and_on_the_config(make_tiny, tmp_path):
     models = [make_tiny(), make_tiny({"rope_theta": 500_000.0}), make_tiny()]
     models[2].weights["model.norm.weight"][-1] += np.float32(1)
-    found = [
-        convert(m.write_hf(tmp_path / f"m{i}"), tmp_path / f"c{i}", progress=False)
-        for i, m in enumerate(models)
-    ]
+    found = [convert(m.write_hf(tmp_path / f"m{i}"), tmp_path / f"c{i}", progress=False) for i, m in enumerate(models)]
     wide = convert(tmp_path / "m0", tmp_path / "wide", dtype="float32", progress=False)
     assert len({manifest.fingerprint for manifest in [*found, wide]}) == 4
     same = convert(make_tiny().write_hf(tmp_path / "other", 3), tmp_path / "c9", progress=False)

@@ -297,14 +297,10 @@ def test_flipped_header_byte_never_crashes_gguf(gguf_file, data):
 
 def test_truncated_gguf_names_the_tensor(gguf_file):
     gguf_file.write_bytes(gguf_file.read_bytes()[:-100])
-    fails(
-        gguf_file, "tiny.gguf: the GGUF header is damaged or truncated: tensor 'output.weight' ends at byte"
-    )
+    fails(gguf_file, "tiny.gguf: the GGUF header is damaged or truncated: tensor 'output.weight' ends at byte")
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"GG", b"GGUF", b"GGUF" + bytes(20), b"GGUF\x00\x00\x00\x03" + bytes(16)]
-)
+@pytest.mark.parametrize("data", [b"", b"GG", b"GGUF", b"GGUF" + bytes(20), b"GGUF\x00\x00\x00\x03" + bytes(16)])
 def test_no_gguf_is_one_error(tmp_path, data):
     (tmp_path / "x.gguf").write_bytes(data)
     fails(tmp_path / "x.gguf", "x.gguf: ", "truncated")

@@ -44,9 +44,9 @@ def test_gguf_and_hugging_face_of_one_model_have_one_fingerprint(tiny, tmp_path)
     from_hf = convert(tiny.write_hf(tmp_path / "tiny"), tmp_path / "b", progress=False)
     assert from_gguf.fingerprint == from_hf.fingerprint
     assert (from_gguf.source_kind, from_gguf.source_name, from_gguf.name) == ("gguf", "tiny.gguf", "tiny")
-    assert load_tokenizer(tmp_path / "a").encode("abba", add_bos=False) == load_tokenizer(
-        tmp_path / "b"
-    ).encode("abba", add_bos=False)
+    assert load_tokenizer(tmp_path / "a").encode("abba", add_bos=False) == load_tokenizer(tmp_path / "b").encode(
+        "abba", add_bos=False
+    )
 
 
 def test_rows_of_a_small_head_by_hand():
@@ -63,9 +63,7 @@ def test_biases_are_unpermuted_too(make_tiny, tmp_path):
     assert checkpoint.config.has_output_bias
     assert checkpoint.config.has_mlp_bias
     for name, array in biased.weights.items():
-        np.testing.assert_array_equal(
-            np.asarray(checkpoint.weights[name]).view(np.uint16), array.view(np.uint16), name
-        )
+        np.testing.assert_array_equal(np.asarray(checkpoint.weights[name]).view(np.uint16), array.view(np.uint16), name)
 
 
 def test_config_is_that_of_the_hugging_face_model(tiny, make_tiny, tmp_path):
@@ -101,9 +99,7 @@ def test_llama3_rope_is_recognised_by_its_frequencies(make_tiny, tmp_path, facto
     llama3.rope_freqs = llama3_divisors(500_000.0, 16, factor)
     assert len(set(llama3.rope_freqs)) > 2
     llama3.write_gguf(tmp_path / "llama3.gguf")
-    assert open_source(tmp_path / "llama3.gguf").config.rope == RopeConfig(
-        500_000.0, "llama3", factor, 1.0, 4.0, 8192
-    )
+    assert open_source(tmp_path / "llama3.gguf").config.rope == RopeConfig(500_000.0, "llama3", factor, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize("freqs", [np.ones(8), llama3_divisors(500_000.0, 16, 16.0), np.ones(4)])
@@ -159,19 +155,13 @@ SHAPE = [
 
 def test_other_architectures_are_refused_by_name(tmp_path):
     write_file(tmp_path / "gemma.gguf", architecture="gemma2")
-    with pytest.raises(
-        UnsupportedModelError, match="GGUF architecture 'gemma2' is not implemented: 'llama' is"
-    ):
+    with pytest.raises(UnsupportedModelError, match="GGUF architecture 'gemma2' is not implemented: 'llama' is"):
         open_source(tmp_path / "gemma.gguf")
 
 
 def test_missing_metadata_is_named(tmp_path):
-    write_file(
-        tmp_path / "empty.gguf", SHAPE[:-1], [("token_embd.weight", np.zeros((4, 256), np.float32), "F32")]
-    )
-    with pytest.raises(
-        CheckpointError, match=r"llama\.attention\.layer_norm_rms_epsilon=None must be a number"
-    ):
+    write_file(tmp_path / "empty.gguf", SHAPE[:-1], [("token_embd.weight", np.zeros((4, 256), np.float32), "F32")])
+    with pytest.raises(CheckpointError, match=r"llama\.attention\.layer_norm_rms_epsilon=None must be a number"):
         open_source(tmp_path / "empty.gguf")
     write_file(tmp_path / "shape.gguf", SHAPE)
     with pytest.raises(CheckpointError, match=r"'token_embd\.weight' is missing"):
@@ -180,9 +170,7 @@ def test_missing_metadata_is_named(tmp_path):
 
 def test_heads_that_differ_between_layers_are_refused(tmp_path):
     metadata = [*SHAPE, ("add_head_count_kv", [2, 4])]
-    write_file(
-        tmp_path / "open.gguf", metadata, [("token_embd.weight", np.zeros((4, 256), np.float32), "F32")]
-    )
+    write_file(tmp_path / "open.gguf", metadata, [("token_embd.weight", np.zeros((4, 256), np.float32), "F32")])
     with pytest.raises(UnsupportedModelError, match=r"head_count_kv differs between layers"):
         open_source(tmp_path / "open.gguf")
 
@@ -191,9 +179,7 @@ def test_heads_that_differ_between_layers_are_refused(tmp_path):
 def test_k_quants_are_read(tmp_path, kind):
     ggml_type = gguf.GGMLQuantizationType[kind]
     block_bytes = gguf.GGML_QUANT_SIZES[ggml_type][1]
-    blocks = np.random.default_rng(0).integers(
-        0, 60, (4, block_bytes), np.uint8
-    )  # small bytes: finite scales
+    blocks = np.random.default_rng(0).integers(0, 60, (4, block_bytes), np.uint8)  # small bytes: finite scales
     write_file(tmp_path / "k.gguf", SHAPE, [("token_embd.weight", blocks, kind)])
     source = GGUFSource(tmp_path / "k.gguf")
     expected = gguf.quants.dequantize(blocks, ggml_type)
@@ -208,11 +194,7 @@ def test_integer_tensors_are_refused(tmp_path):
 
 
 def test_tensors_without_a_place_are_listed(tiny, tmp_path):
-    tiny.weights["model.layers.2.self_attn.q_proj.weight"] = tiny.weights[
-        "model.layers.0.self_attn.q_proj.weight"
-    ]
+    tiny.weights["model.layers.2.self_attn.q_proj.weight"] = tiny.weights["model.layers.0.self_attn.q_proj.weight"]
     tiny.write_gguf(tmp_path / "deep.gguf")
-    with pytest.raises(
-        CheckpointError, match=r"'model\.layers\.2\.self_attn\.q_proj\.weight' is not part of Llama"
-    ):
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.self_attn\.q_proj\.weight' is not part of Llama"):
         load(tmp_path / "deep.gguf")

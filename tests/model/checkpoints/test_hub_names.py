@@ -53,9 +53,7 @@ def test_failure_is_one_sentence(monkeypatch, error):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(CheckpointError) as caught:
         open_source("org/tiny")
-    assert caught.value.message.startswith(
-        "org/tiny: no such local path, and the Hugging Face hub did not give it: "
-    )
+    assert caught.value.message.startswith("org/tiny: no such local path, and the Hugging Face hub did not give it: ")
     assert "\n" not in caught.value.message
     assert not caught.value.message.endswith(": ")
 
@@ -91,9 +89,7 @@ def test_local_directory_wins_over_the_hub(tiny, tmp_path, monkeypatch):
         open_source("./org/other")
 
 
-@pytest.mark.parametrize(
-    "text", ["/abs/path", "./org/name", "../name", "a/b/c", "name", "org/", "org/na me", "~/x"]
-)
+@pytest.mark.parametrize("text", ["/abs/path", "./org/name", "../name", "a/b/c", "name", "org/", "org/na me", "~/x"])
 def test_paths_are_no_repository_names(text):
     assert not is_repo_id(text)
 

@@ -35,6 +35,4 @@ def test_gguf_survives_conversion(path, tmp_path):
     direct, converted = load(path), load(tmp_path / "converted")
     assert direct.config == converted.config
     for name, array in jax.device_get(direct.weights).items():
-        np.testing.assert_array_equal(
-            array.view(np.uint16), np.asarray(converted.weights[name]).view(np.uint16)
-        )
+        np.testing.assert_array_equal(array.view(np.uint16), np.asarray(converted.weights[name]).view(np.uint16))

@@ -127,5 +127,5 @@ def test_random_ranges_match(name, data):
 
 def test_unknown_implementation_is_refused_by_name():
     q, k, v = random_qkv(5, 2, 2, (1, 1, 64))
-    with pytest.raises(ConfigError, match="'flash'.*reference, xla"):
+    with pytest.raises(ConfigError, match=r"'flash'.*reference, xla"):
         attend(q, k, v, make_ranges(segments_to_rows(2, [], 0)), implementation="flash")

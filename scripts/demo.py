@@ -1,4 +1,4 @@
-"""Starts a server, asks it three questions over HTTP and shows the answers: `make demo`."""
+"""Starts a server, asks it real questions over HTTP and shows the answers: `make demo`."""
 
 import sys
 import time
@@ -11,13 +11,39 @@ from rich.console import Console
 from rich.table import Table
 
 PROFILE = Path(__file__).parent / "demo" / "profile.txt"
-SPAM = "You have won 1,000,000 euros! Send us your bank details before midnight to claim your prize."
+MESSAGES = [
+    "WINNER!!! Click this link now to claim your free prize of 1,000,000 euros!",
+    "Hi Anna, shall we move our lunch to Thursday at noon? Best, Tom",
+]
+SPAM_EXAMPLES = """Message: Lunch at noon tomorrow?
+Is this message spam? Answer: No
+
+Message: Win a free cruise now, click this link!!!
+Is this message spam? Answer: Yes
+
+Message: Please find the invoice for March attached.
+Is this message spam? Answer: No
+
+Message: Hot singles in your area, reply with your card number.
+Is this message spam? Answer: Yes
+
+"""
 NEWS = "The telescope has found water vapour in the atmosphere of a planet that circles a distant star."
 TOPICS = {
     "science": "nature, space, research",
     "sports": "matches and players",
     "cooking": "food and recipes",
 }
+TOPIC_EXAMPLES = """Text: Simmer the onions until golden, then add stock.
+Topic: cooking
+
+Text: The striker scored twice in the second half.
+Topic: sports
+
+Text: Researchers measured how light bends near a black hole.
+Topic: science
+
+"""
 POSTS = [
     "Three weeks by bicycle through Slovenia, with a map of every day.",
     "A workshop visit: how old touring wheels are rebuilt, with drawings.",
@@ -25,9 +51,8 @@ POSTS = [
     "Transfer deadline day: all football rumours, live.",
     "Five coins that will make you rich before Friday.",
 ]
-HINT = """
-Why so unsure? The demo model has 135 million parameters, too few to follow lettered options, and
-a low label mass says so. Larger models of the Llama family answer the same requests better."""
+HINT = """Less sure than before? A model of 135 million parameters is too small to follow lettered options, and
+the label mass says so: it is how much of the model's probability fell on the labels at all."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 
@@ -47,8 +72,8 @@ def main() -> int:
             ready_s = time.monotonic() - start_s
             show_spam(client)
             show_topic(client)
-            console.print(HINT, style="dim", soft_wrap=True)
             show_posts(client)
+            show_decision(client)
     except (ServerError, httpx.HTTPError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
@@ -60,53 +85,57 @@ def main() -> int:
 
 
 def show_spam(client: httpx.Client) -> None:
-    """A yes/no question about one message."""
-    question = {"type": "predicate", "instructions": "The message is spam."}
-    answer, costs = decide(client, SPAM, question)
-    table = new_table("1. Is it spam?", SPAM, "POST /v1/decisions, predicate", "answer", "probability")
-    probability = answer["probability"]
-    table.add_row("true", f"{probability:.3f}")
-    table.add_row("false", f"{1 - probability:.3f}")
-    show(table, f"label mass {answer['label_mass']:.3f} · {costs}")
+    """Yes or no, for two messages behind the same examples."""
+    items = [f"Message: {message}\nIs this message spam? Answer:" for message in MESSAGES]
+    reply = score(client, SPAM_EXAMPLES, items, ["Yes", "No"])
+    show_scores("1. Is it spam?", "Four examples, then the message", "message", MESSAGES, ["Yes", "No"], reply)
 
 
 def show_topic(client: httpx.Client) -> None:
     """One of three."""
+    reply = score(client, TOPIC_EXAMPLES, [f"Text: {NEWS}\nTopic:"], list(TOPICS))
+    show_scores("2. Which topic?", "Three examples, then the text", "text", [NEWS], list(TOPICS), reply)
+
+
+def show_decision(client: httpx.Client) -> None:
+    """The topic once more, as a question in OpenAI's shape: no examples, lettered options."""
     choices = [{"value": value, "description": text} for value, text in TOPICS.items()]
     question = {"type": "choice", "instructions": "What is the text about?", "choices": choices}
-    answer, costs = decide(client, NEWS, question)
-    table = new_table("2. Which topic?", NEWS, "POST /v1/decisions, choice", "answer", "probability")
+    body = {"model": served_model(client), "input": NEWS, "questions": [question]}
+    reply = ask(client, "/v1/decisions", body)
+    answer = reply.json()["answers"][0]
+    table = new_table("4. The topic, without examples", NEWS, "POST /v1/decisions", "option", "probability")
     for option in answer["probabilities"]:
         table.add_row(option["value"], f"{option['probability']:.3f}")
-    show(table, f"label mass {answer['label_mass']:.3f} · {costs}")
+    show(table, f"label mass {answer['label_mass']:.3f} · {describe_costs(reply)}")
+    console.print(HINT, style="dim", soft_wrap=True)
 
 
 def show_posts(client: httpx.Client) -> None:
     """Five posts for one reader: the profile is computed once and shared by all five."""
-    body = {
-        "query": PROFILE.read_text(encoding="utf-8") + "\n",
-        "items": [f"Post: {post}\nRead to the end:" for post in POSTS],
-        "labels": [" Yes", " No"],
-        "apply_softmax": True,
-    }
-    reply = ask(client, "/v1/score", body)
-    answer = reply.json()
-    rows = zip(POSTS, answer["scores"], answer["label_mass"], strict=True)
+    items = [f"Post: {post}\nRead to the end:" for post in POSTS]
+    reply = score(client, PROFILE.read_text(encoding="utf-8") + "\n", items, ["Yes", "No"])
     subtitle = "Her profile and what she read before: scripts/demo/profile.txt"
-    table = new_table(
-        "3. Which post for Marta?", subtitle, "POST /v1/score", "post", "Yes", "No", "label mass"
-    )
-    for post, (yes, no), label_mass in sorted(rows, key=lambda row: -row[1][0]):
-        table.add_row(post, f"{yes:.3f}", f"{no:.3f}", f"{label_mass:.3f}")
+    show_scores("3. Which post for Marta?", subtitle, "post", POSTS, ["Yes", "No"], reply)
+
+
+def score(client: httpx.Client, query: str, items: list[str], labels: list[str]) -> httpx.Response:
+    """Label probabilities after `query` and each item; the labels follow a colon, so they carry a space."""
+    labels = [f" {label}" for label in labels]
+    body = {"query": query, "items": items, "labels": labels, "apply_softmax": True}
+    return ask(client, "/v1/score", body)
+
+
+def show_scores(
+    title: str, subtitle: str, what: str, texts: list[str], labels: list[str], reply: httpx.Response
+) -> None:
+    """One row an item, the most probable first label on top."""
+    answer = reply.json()
+    table = new_table(title, subtitle, "POST /v1/score", what, *labels, "label mass")
+    rows = zip(texts, answer["scores"], answer["label_mass"], strict=True)
+    for text, probabilities, label_mass in sorted(rows, key=lambda row: -row[1][0]):
+        table.add_row(text, *(f"{p:.3f}" for p in (*probabilities, label_mass)))
     show(table, describe_costs(reply))
-
-
-def decide(client: httpx.Client, text: str, question: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The answer to one question about `text`, and what it cost."""
-    reply = ask(
-        client, "/v1/decisions", {"model": served_model(client), "input": text, "questions": [question]}
-    )
-    return reply.json()["answers"][0], describe_costs(reply)
 
 
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:

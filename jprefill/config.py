@@ -11,11 +11,12 @@ DType = Literal["bfloat16", "float32", "float16"]
 Policy = Literal["fcfs"]
 
 
+@dataclass(frozen=True)
 class _Checked:
     """Refuses values outside a `Literal`, naming the key, the value and what is allowed."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):  # type: ignore[arg-type]
+        for f in fields(self):
             value = getattr(self, f.name)
             if get_origin(f.type) is Literal and value not in get_args(f.type):
                 raise ConfigError(f"{f.name}={value!r}: allowed are {', '.join(map(repr, get_args(f.type)))}")
@@ -114,7 +115,7 @@ def from_mapping[C](kind: type[C], values: Mapping[str, object]) -> C:
     Raises:
       ConfigError: an unknown key, naming the known ones, or a value that the class refuses.
     """
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    known = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]  no type means "a dataclass"
     if unknown := sorted(set(values) - set(known)):
         raise ConfigError(f"unknown setting {unknown[0]!r}: known are {', '.join(known)}")
     return kind(**values)

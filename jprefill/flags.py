@@ -55,7 +55,7 @@ def from_args[C](args: argparse.Namespace, config: type[C], environ: Mapping[str
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    for f in fields(config):  # type: ignore[arg-type]
+    for f in fields(config):  # pyright: ignore[reportArgumentType]  no type means "a dataclass"
         given = getattr(args, f.name, None)
         if given is not None:
             values[f.name] = _parse(f, given, _flag(f))

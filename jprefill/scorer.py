@@ -26,10 +26,25 @@ MAX_IN_FLIGHT = 64
 class EngineLike(Protocol):
     """What a scorer needs of an engine."""
 
-    model_name: str
-    max_model_len: int
-    vocab_size: int
-    is_alive: bool
+    @property
+    def model_name(self) -> str:
+        """What its checkpoint is called."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt that it takes."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests."""
+        ...
 
     def submit(self, request: ScoreRequest) -> "Future[ScoreResult]":
         """Queues a request, or raises a typed error at once."""

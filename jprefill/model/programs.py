@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,10 +153,11 @@ class _Shapes:
     def __init__(self, spec: LayoutSpec, dtype: jnp.dtype, bucket: int):
         config = spec.config
 
-        def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        # `Any`: they stand where the programs' arguments are declared arrays.
+        def floats(*shape: int, dtype: jnp.dtype = dtype) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype)
 
-        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
         self.table = floats(config.vocab_size, config.embed_dim)
@@ -169,7 +171,7 @@ class _Shapes:
         self.positions_and_ranges = Rows(ints(bucket), KeyRanges(*[ints(bucket)] * 4))
         self.rows = self.positions_and_ranges
         if spec.keeps_angles:
-            half = jax.ShapeDtypeStruct((bucket, config.head_dim // 2), jnp.float32)
+            half = floats(bucket, config.head_dim // 2, dtype=jnp.dtype(jnp.float32))
             self.rows = self.rows._replace(angles=Angles(half, half))
         self._ints = ints
 

@@ -96,7 +96,9 @@ def _layer_weights(config: ModelConfig, weights: dict[str, jax.Array], layer: in
 
 
 def _rows(batch: Batch) -> Rows:
-    return Rows(batch.positions, KeyRanges(batch.prefix_lo, batch.prefix_hi, batch.self_lo, batch.self_pos))
+    # `_make`: host arrays where device arrays are declared; the call of `embed` moves them.
+    ranges = KeyRanges._make((batch.prefix_lo, batch.prefix_hi, batch.self_lo, batch.self_pos))
+    return Rows._make((batch.positions, ranges, None))
 
 
 def _head_calls(batch: Batch) -> Iterator[HeadCall]:
@@ -117,11 +119,10 @@ def _reads(batch: Batch, call: HeadCall) -> Reads:
     """The call's arguments, padded to its size."""
     rows = batch.read_rows[call.first_row : call.first_row + call.size.num_rows]
     pair_rows = batch.pair_rows[call.pairs] - np.int32(call.first_row)
-    return Reads(
-        rows=_padded(rows, call.size.num_rows),
-        pair_rows=_padded(pair_rows, call.size.num_pairs),
-        pair_ids=_padded(batch.pair_ids[call.pairs], call.size.num_pairs),
-    )
+    pair_ids = batch.pair_ids[call.pairs]
+    num_pairs = call.size.num_pairs
+    # `_make`: host arrays, as in `_rows`.
+    return Reads._make((_padded(rows, call.size.num_rows), _padded(pair_rows, num_pairs), _padded(pair_ids, num_pairs)))
 
 
 def _one_token(bucket: int, num_rows: int) -> Batch:

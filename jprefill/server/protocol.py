@@ -28,7 +28,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Starts the header clock: a connection that says nothing is closed too."""
         super().connection_made(transport)
         self._start_header_timer()

@@ -19,7 +19,16 @@ from jprefill.tasks.encoding import encode_all
 from jprefill.tasks.frames import to_frame
 from jprefill.tasks.inputs import Ids, Text, check_length
 from jprefill.tasks.job import Job
-from jprefill.tasks.questions import MAX_QUESTIONS, Choice, Predicate, Question, Rating, check_questions
+from jprefill.tasks.questions import (
+    MAX_QUESTIONS,
+    Choice,
+    Predicate,
+    Question,
+    Rating,
+    check_questions,
+    levels_of,
+    options_of,
+)
 from jprefill.tasks.score import ItemLabels, read_labels
 from jprefill.tasks.sharing import split_prefix
 from jprefill.tokenization.api import Tokenizer
@@ -264,10 +273,10 @@ def _answer(question: Question, read: ItemLabels, replay: Replay | None) -> Answ
         return PredicateAnswer(question.name, p[1], mass, replay)
     top = p.index(max(p))
     if isinstance(question, Choice):
-        values = [option.value for option in question.choices]
+        values = [option.value for option in options_of(question)]
         by_value = dict(zip(values, p, strict=True))
         return ChoiceAnswer(question.name, values[top], by_value, p[top] * mass, mass, replay)
-    levels = tuple(level.label for level in question.levels)
+    levels = tuple(level.label for level in levels_of(question))
     score = sum(i * probability for i, probability in enumerate(p))
     return RatingAnswer(question.name, score, levels, p, p[top] * mass, mass, replay)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jprefill.errors import InvalidRequestError, UnsupportedFeatureError
 from jprefill.tasks.inputs import Text, check_list, check_text
-from jprefill.tasks.questions import Choice, Predicate, Question
+from jprefill.tasks.questions import Choice, Predicate, Question, levels_of, options_of
 
 PROMPT_FORMAT_VERSION = 1
 ANSWER_LINE = "Answer with the letter of one option only."
@@ -40,8 +40,8 @@ def option_texts(question: Question) -> tuple[tuple[str, str | None], ...]:
     if isinstance(question, Predicate):
         return (("false", None), ("true", None))
     if isinstance(question, Choice):
-        return tuple((json.dumps(o.value, ensure_ascii=False), o.description) for o in question.choices)
-    return tuple((level.label, level.description) for level in question.levels)
+        return tuple((json.dumps(o.value, ensure_ascii=False), o.description) for o in options_of(question))
+    return tuple((level.label, level.description) for level in levels_of(question))
 
 
 def question_text(state: str, question: Question, labels: Sequence[str]) -> str:

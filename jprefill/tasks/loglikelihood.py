@@ -11,6 +11,7 @@ from jprefill.tasks.encoding import encode, encode_all
 from jprefill.tasks.frames import to_frame
 from jprefill.tasks.inputs import (
     Ids,
+    Text,
     TextOrIds,
     as_ids,
     check_kinds,
@@ -109,7 +110,7 @@ def loglikelihood_job(
 
 
 def _split_texts(
-    tokenizer: Tokenizer, context: str, continuations: Sequence[str], *, add_bos: bool
+    tokenizer: Tokenizer, context: Text, continuations: Sequence[Text], *, add_bos: bool
 ) -> tuple[Ids, list[Ids]]:
     context = check_text(context, "context", may_be_empty=True)
     head = context.rstrip()

@@ -56,6 +56,17 @@ class Rating:
 
 Question = Predicate | Choice | Rating
 
+
+def options_of(choice: Choice) -> tuple[Option, ...]:
+    """The choices as records."""
+    return tuple(option if isinstance(option, Option) else Option(option) for option in choice.choices)
+
+
+def levels_of(rating: Rating) -> tuple[Level, ...]:
+    """The levels as records."""
+    return tuple(level if isinstance(level, Level) else Level(level) for level in rating.levels)
+
+
 _KEYS = {
     "predicate": {"type", "instructions", "name"},
     "choice": {"type", "instructions", "name", "choices"},

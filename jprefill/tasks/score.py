@@ -143,6 +143,7 @@ def score_job(
         bos = tokenizer.adds_bos if add_bos is None else add_bos
         prompts = encode_all(tokenizer, texts, add_bos=bos)
     else:
+        texts = []  # no labels as text either: refused above
         prompts = _join_ids(query, items, vocab_size, item_first=item_first)
     for i, prompt in enumerate(prompts):
         check_length(len(prompt), max_model_len, f"items[{i}]")

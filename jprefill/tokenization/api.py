@@ -11,17 +11,40 @@ class Tokenizer(Protocol):
     Invariant: stateless after loading; every method may be called from any thread.
     """
 
-    vocab_size: int
-    """Largest token id + 1. The model's own vocabulary may be larger (padded embedding), never smaller."""
-    bos_id: int | None
-    eos_id: int | None
-    adds_bos: bool
-    """Whether a plain text prompt starts with BOS by the model's own rule."""
-    chat_template: str | None
-    special_tokens: Mapping[str, str]
-    """Role (`bos_token`, `eos_token`, `unk_token`, ...) to text, as chat templates want them."""
-    boundary_texts: Sequence[str]
-    """Texts that are one special token wherever they stand, so that no other token crosses their edges."""
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id + 1. The model's own vocabulary may be larger (padded embedding), never smaller."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Token that begins a text; None where the model has none."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """Token that ends a text; None where the model has none."""
+        ...
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether a plain text prompt starts with BOS by the model's own rule."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source, as the checkpoint's files hold it."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Role (`bos_token`, `eos_token`, `unk_token`, ...) to text, as chat templates want them."""
+        ...
+
+    @property
+    def boundary_texts(self) -> Sequence[str]:
+        """Texts that are one special token wherever they stand, so that no other token crosses their edges."""
+        ...
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """Token ids of `text`; special tokens written in the text are recognised.

@@ -87,8 +87,9 @@ def check_token_ids(token_ids: Sequence[object] | np.ndarray, vocab_size: int, p
 
 
 def _is_token_id(value: object, vocab_size: int) -> bool:
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_int and 0 <= int(value) < vocab_size  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return 0 <= int(value) < vocab_size
 
 
 def _as_int64(token_ids: Sequence[object] | np.ndarray) -> np.ndarray | None:

@@ -53,8 +53,8 @@ def load_gguf_tokenizer(path: Path) -> JsonTokenizer:
 
     backend = guarded(lambda: build[kind](vocabulary), fail)
     backend.add_tokens(vocabulary.added_tokens())
-    if vocabulary.adds_bos:
-        _prepend_bos(backend, vocabulary)
+    if vocabulary.adds_bos and (bos := vocabulary.role_text("bos")) is not None:
+        _prepend_bos(backend, bos, vocabulary.ids[bos])
     return JsonTokenizer(backend, vocabulary.settings())
 
 
@@ -159,10 +159,10 @@ def _byte_level_backend(vocabulary: _Vocabulary) -> Backend:
     # Vocabularies made by tiktoken: a word that is a token is taken whole.
     ignore_merges = pre in ("llama-bpe", "tekken")
     backend = Backend(models.BPE(vocabulary.ids, [_split_merge(m) for m in merges], ignore_merges=ignore_merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizers(pre))  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizers(pre))
     if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
     return backend
 
 
@@ -201,10 +201,10 @@ def _sentencepiece_backend(vocabulary: _Vocabulary) -> Backend:
     backend = Backend(model)
     # Per run of text between special tokens: "Hi there" -> "▁Hi▁there".
     prepend = [normalizers.Prepend("▁")] if adds_space else []
-    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    backend.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 
@@ -224,9 +224,8 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(whole[:cut], whole[cut:]) for _, cut, whole in sorted(merges)]
 
 
-def _prepend_bos(backend: Backend, vocabulary: _Vocabulary) -> None:
+def _prepend_bos(backend: Backend, bos: str, bos_id: int) -> None:
     """For other readers of the written file: our own `encode` never runs the post-processor."""
-    bos = vocabulary.role_text("bos")
-    backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary.ids[bos])]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bos_id)]
     )

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -36,8 +37,8 @@ class JsonTokenizer:
         self.chat_template = settings.chat_template
         self.special_tokens = {role: text for role in ROLES if (text := settings.tokens.get(role))}
         for role, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
-            if token_id is not None:
-                self.special_tokens.setdefault(role, backend.id_to_token(token_id))
+            if token_id is not None and (text := backend.id_to_token(token_id)) is not None:
+                self.special_tokens.setdefault(role, text)
         self.boundary_texts = tuple(
             token.content for token in self._added.values() if token.special and not token.single_word
         )
@@ -99,8 +100,8 @@ class JsonTokenizer:
         return self._backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
 
 
-def _state(part: object) -> str:
+def _state(part: Any) -> str:
     """A component's own JSON, compact; "" where the tokenizer has no such component."""
     if part is None:
         return ""
-    return json.dumps(json.loads(part.__getstate__()))  # type: ignore[attr-defined]
+    return json.dumps(json.loads(part.__getstate__()))

@@ -13,11 +13,12 @@ from functools import wraps
 from typing import Any
 
 from jinja2 import Environment, TemplateRuntimeError, nodes, pass_context
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000
@@ -92,7 +93,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: _bounded_filter(name, function) for name, function in self.filters.items()}
 
     @staticmethod
-    def concat(parts: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(parts: Iterable[str]) -> str:
         """Joins the output of a macro or a `set` block; compiled templates look it up here."""
         parts = list(parts)
         _budget.get().check_size(sum(map(len, parts)))
@@ -178,7 +179,7 @@ def _check_filter(name: str, value: Any, args: list[Any]) -> None:
         _check_widths(args)
     if name == "indent" and isinstance(value, str):
         width = max(
-            (arg if isinstance(arg, int) else len(arg) for arg in args if isinstance(arg, int | str)),
+            (len(arg) if isinstance(arg, str) else arg for arg in args if isinstance(arg, int | str)),
             default=4,
         )
         budget.check_size(len(value) + (value.count("\n") + 1) * width)

@@ -76,7 +76,8 @@ class Manifest:
             if not isinstance(value, _FIELD_TYPES.get(key, str)):
                 raise CheckpointError(f"{FILE_NAME}: {key}={value!r} has the wrong type")
         _check_values(values)
-        return cls(**values | {"tokenizer_files": tuple(values["tokenizer_files"])})
+        values["tokenizer_files"] = tuple(values["tokenizer_files"])  # JSON knows lists only
+        return cls(**values)
 
 
 def _check_values(values: dict[str, Any]) -> None:

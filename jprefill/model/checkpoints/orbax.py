@@ -89,7 +89,7 @@ class OrbaxSource:
         context.pytree_options.loading.partial_load = True
         # Orbax numbers its operations per process; two at a time are not documented as safe.
         with self._lock, _orbax_errors(self._weights), context:
-            return dict(ocp.load(self._weights, abstract))
+            return dict(ocp.load(str(self._weights), abstract))
 
     def _num_bytes(self, name: str) -> int:
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
@@ -127,12 +127,12 @@ def write_weights(directory: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> 
             group[name] = array
             if sum(array.nbytes for array in group.values()) >= _GROUP_BYTES:
                 with _orbax_errors(directory):
-                    ocp.partial.save(directory, group)
+                    ocp.partial.save(str(directory), group)
                 group = {}
         with _orbax_errors(directory):
             if group:
-                ocp.partial.save(directory, group)
-            ocp.partial.finalize(directory)
+                ocp.partial.save(str(directory), group)
+            ocp.partial.finalize(str(directory))
 
 
 def file_sizes(directory: Path) -> dict[str, int]:
@@ -172,7 +172,7 @@ def _read_metadata(weights: Path) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     with _orbax_errors(weights):
-        metadata = ocp.metadata(weights).metadata
+        metadata = ocp.metadata(str(weights)).metadata
     if not isinstance(metadata, dict) or not all(hasattr(entry, "shape") for entry in metadata.values()):
         raise CheckpointError(f"{weights.name}: the Orbax metadata is damaged or no flat set of tensors")
     return metadata

@@ -10,6 +10,7 @@ Rows beyond may hold anything finite and are never read by a real row.
     full     everything at once                                               the plain twin
 """
 
-from jprefill.model.layouts.api import KeyValues, Layer, LayoutSpec, layer_of
+from jprefill.model.layouts.api import layer_of
+from jprefill.model.layouts.contract import KeyValues, Layer, LayoutSpec
 
 __all__ = ["KeyValues", "Layer", "LayoutSpec", "layer_of"]

@@ -1,46 +1,12 @@
-"""The contract of a layer program, and the registry of layouts."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
-from jaxtyping import Array, Float, Int32
+"""The registry of layouts."""
 
 from jprefill.config import Layout
-from jprefill.model.config import ModelConfig
-from jprefill.model.layer import LayerWeights, Rows
-
-
-class KeyValues(NamedTuple):
-    """One layer's KV buffer. It is reused by every layer of a pass: one layer of KV is alive, never L."""
-
-    k: Float[Array, "S K H"]
-    v: Float[Array, "S K H"]
-
-
-@dataclass(frozen=True)
-class LayoutSpec:
-    """What a layer program is compiled for: static, so a change of any field is another executable.
-
-    `keeps_angles`: rope angles are computed once per pass and kept, not once per layer (see `Rows`).
-    """
-
-    config: ModelConfig
-    chunk_size: int
-    attention: str
-    keeps_angles: bool = False
-
-
-Layer = Callable[
-    [LayoutSpec, Float[Array, "T D"], KeyValues, LayerWeights, Rows, Int32[Array, ""]],
-    tuple[Float[Array, "T D"], KeyValues],
-]
+from jprefill.model.layouts.contract import Layer
+from jprefill.model.layouts.full import layer_full
+from jprefill.model.layouts.hybrid import layer_hybrid
+from jprefill.model.layouts.stream import layer_stream
 
 
 def layer_of(layout: Layout) -> Layer:
     """The layer program of a layout by name (`jprefill.config.Layout`)."""
-    from jprefill.model.layouts.full import layer_full
-    from jprefill.model.layouts.hybrid import layer_hybrid
-    from jprefill.model.layouts.stream import layer_stream
-
     return {"stream": layer_stream, "hybrid": layer_hybrid, "full": layer_full}[layout]

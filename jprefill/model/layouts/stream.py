@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jprefill.model.layer import LayerWeights, Rows, finish, project_kv, project_q
-from jprefill.model.layouts.api import KeyValues, LayoutSpec
+from jprefill.model.layouts.contract import KeyValues, LayoutSpec
 from jprefill.pallas.attention import attend
 
 

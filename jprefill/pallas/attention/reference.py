@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jprefill.pallas.attention.api import KeyRanges
+from jprefill.pallas.attention.contract import KeyRanges
 
 
 def visible(ranges: KeyRanges, num_keys: int) -> Bool[Array, "T S"]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from jprefill.pallas.attention.api import KeyRanges
+from jprefill.pallas.attention.contract import KeyRanges
 from jprefill.pallas.rounding import round_to
 
 BLOCK_Q = 256

@@ -52,20 +52,14 @@ class Section:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `jprefill compare`."""
-    parser.add_argument(
-        "reference", type=Path, metavar="REFERENCE.json", help="file of prompts and their scores"
-    )
+    parser.add_argument("reference", type=Path, metavar="REFERENCE.json", help="file of prompts and their scores")
     parser.add_argument("--model", type=Path, help="weights (default: the path in the reference file)")
     parser.add_argument("--dtype", choices=get_args(DType), default="float32", help="default: float32")
     parser.add_argument("--layout", choices=get_args(Layout), default=EngineConfig.layout)
     parser.add_argument("--chunk-size", type=positive, default=EngineConfig.chunk_size, metavar="N")
     parser.add_argument("--attention", metavar="NAME", help="attention implementation (default: by platform)")
-    parser.add_argument(
-        "--between", metavar="VARIANTS", help="compare with each other: LAYOUT[:CHUNK][+pack],..."
-    )
-    parser.add_argument(
-        "--pack", action="store_true", help="compare prompts submitted together with each alone"
-    )
+    parser.add_argument("--between", metavar="VARIANTS", help="compare with each other: LAYOUT[:CHUNK][+pack],...")
+    parser.add_argument("--pack", action="store_true", help="compare prompts submitted together with each alone")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -82,9 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts only")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="prompts of at most N tokens only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    parser.add_argument(
-        "--verbose", action="store_true", help="a line for every prompt, not the worst ten only"
-    )
+    parser.add_argument("--verbose", action="store_true", help="a line for every prompt, not the worst ten only")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,9 +103,7 @@ def run(args: argparse.Namespace) -> int:
     return _report(args, sections, mismatches, tolerance)
 
 
-def select_prompts(
-    reference: Reference, limit: int | None, max_tokens: int | None
-) -> tuple[ReferencePrompt, ...]:
+def select_prompts(reference: Reference, limit: int | None, max_tokens: int | None) -> tuple[ReferencePrompt, ...]:
     """The first `limit` prompts of at most `max_tokens` tokens; None: no such bound.
 
     Raises:
@@ -212,9 +202,7 @@ def _differences(
     return tuple(compare_prompt(prompt, one, other, margin) for prompt, one, other in triples)
 
 
-def _report(
-    args: argparse.Namespace, sections: Sequence[Section], mismatches: Sequence[str], tolerance: float
-) -> int:
+def _report(args: argparse.Namespace, sections: Sequence[Section], mismatches: Sequence[str], tolerance: float) -> int:
     """Prints the outcome, writes it as JSON where asked, and gives the exit status."""
     for line in outcome(sections, is_verbose=args.verbose):
         print(line)
@@ -222,9 +210,7 @@ def _report(
         print(f"tokenizer differs: {line}")
     is_passed = not mismatches and all(section.summary.is_within(tolerance) for section in sections)
     verdict = "PASSED" if is_passed else "FAILED"
-    print(
-        f"{verdict}: tolerance {tolerance:g}, margin {args.margin:g}, tokenizer mismatches {len(mismatches)}"
-    )
+    print(f"{verdict}: tolerance {tolerance:g}, margin {args.margin:g}, tokenizer mismatches {len(mismatches)}")
     if args.json:
         _write_json(args.json, sections, mismatches, tolerance, is_passed)
     return 0 if is_passed else 1

@@ -71,18 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `jprefill bench offline`."""
     parser.add_argument("--model", default=DEMO_MODEL, help=f"default: {DEMO_MODEL}")
     parser.add_argument("--lengths", type=positive_list, default=(512, 2048, 8000), metavar="N,N,...")
-    parser.add_argument(
-        "--repeat", type=positive, default=5, metavar="N", help="timed runs a length (default: 5)"
-    )
+    parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="timed runs a length (default: 5)")
     parser.add_argument("--dtype", choices=get_args(DType), default=EngineConfig.dtype)
     parser.add_argument("--layout", choices=get_args(Layout), default=EngineConfig.layout)
     parser.add_argument("--chunk-size", type=positive, default=EngineConfig.chunk_size, metavar="N")
     parser.add_argument("--attention", metavar="NAME", help="attention implementation (default: by platform)")
     parser.add_argument("--peer", choices=("hf",), help="measure Hugging Face transformers in the same run")
     parser.add_argument("--peer-python", type=Path, default=DEFAULT_PYTHON, metavar="PATH")
-    parser.add_argument(
-        "--peer-model", type=Path, metavar="PATH", help="GGUF file or folder (default: --model)"
-    )
+    parser.add_argument("--peer-model", type=Path, metavar="PATH", help="GGUF file or folder (default: --model)")
     parser.add_argument(
         "--min-ratio", type=float, metavar="X", help="exit 1 where our speed is below X times the peer's"
     )
@@ -116,9 +112,7 @@ def run(args: argparse.Namespace) -> int:
             print(row(records[-1]), flush=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps([asdict(r) | setting for r in records], indent=1) + "\n", encoding="utf-8"
-        )
+        args.json.write_text(json.dumps([asdict(r) | setting for r in records], indent=1) + "\n", encoding="utf-8")
     return _exit_status(records, args.min_ratio)
 
 
@@ -128,9 +122,7 @@ def _peer_command(args: argparse.Namespace) -> list[str] | None:
         return None
     model = args.peer_model or (DEMO_PEER_MODEL if args.model == DEMO_MODEL else Path(args.model))
     if not args.peer_model and model.is_dir() and not (model / "config.json").is_file():
-        raise ConfigError(
-            f"--model {args.model} is a checkpoint of ours: name a GGUF file or folder with --peer-model"
-        )
+        raise ConfigError(f"--model {args.model} is a checkpoint of ours: name a GGUF file or folder with --peer-model")
     return hf_command(args.peer_python, model, args.dtype, num_threads())
 
 
@@ -169,9 +161,7 @@ def _setting(args: argparse.Namespace, peer: Peer | None) -> dict[str, Any]:
     }
 
 
-def measure(
-    engine: Scorer, peer: Peer | None, windows: Sequence[Sequence[int]], label_ids: Sequence[int]
-) -> Record:
+def measure(engine: Scorer, peer: Peer | None, windows: Sequence[Sequence[int]], label_ids: Sequence[int]) -> Record:
     """One length: the first window warms both sides up, the others are timed, the sides in turns."""
     ours: list[Run] = []
     theirs: list[Run] = []

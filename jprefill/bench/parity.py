@@ -104,9 +104,7 @@ def compare_prompt(
     """How far `actual` lies from `expected`; the margins come from the reference file in any case."""
     is_same_label = expected.top_label == actual.top_label
     is_same_token = expected.top_id == actual.top_id
-    is_flip = (not is_same_label and prompt.label_margin > margin) or (
-        not is_same_token and prompt.top_margin > margin
-    )
+    is_flip = (not is_same_label and prompt.label_margin > margin) or (not is_same_token and prompt.top_margin > margin)
     label_delta = max(
         _max_delta(expected.label_logprobs, actual.label_logprobs),
         _max_delta((expected.top_logprob,), (actual.top_logprob,)),

@@ -35,9 +35,7 @@ def hf_command(python: Path, model: Path, dtype: str, num_threads: int) -> list[
     """
     script = Path(jprefill.__file__).parents[1] / _SCRIPT
     if not script.is_file():
-        raise ConfigError(
-            f"--peer hf: {_SCRIPT} is not here; it comes with the source tree, not with the package"
-        )
+        raise ConfigError(f"--peer hf: {_SCRIPT} is not here; it comes with the source tree, not with the package")
     if not python.exists():
         raise ConfigError(f"--peer-python {python}: no such file; scripts/peer_env makes {DEFAULT_PYTHON}")
     if not model.exists():
@@ -58,9 +56,7 @@ class Peer:
           EngineError: it ended or fell silent; the message holds the end of its stderr.
         """
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr)
         try:
             self.description = self._read(_START_TIMEOUT_S)
         except BaseException:

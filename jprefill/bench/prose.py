@@ -13,9 +13,7 @@ def prose() -> str:
     return "\n\n".join(re.sub(r"\n{3,}", "\n\n", text).strip() for _, text in sorted(topics.items()))
 
 
-def prose_windows(
-    tokenizer: Tokenizer, lengths: tuple[int, ...], num_windows: int
-) -> dict[int, list[list[int]]]:
+def prose_windows(tokenizer: Tokenizer, lengths: tuple[int, ...], num_windows: int) -> dict[int, list[list[int]]]:
     """For each length, `num_windows` runs of token ids from different places, so that no two share a prefix.
 
     Raises:

@@ -128,14 +128,10 @@ def _check(reference: Reference) -> None:
             ids, logprobs = prompt.continuation.token_ids, prompt.continuation.logprobs
             _check_pair(where, "continuation.token_ids", ids, "continuation.logprobs", logprobs)
         if prompt.num_tokens > reference.max_model_len:
-            raise ValueError(
-                f"{where}: {prompt.num_tokens} tokens, max_model_len is {reference.max_model_len}"
-            )
+            raise ValueError(f"{where}: {prompt.num_tokens} tokens, max_model_len is {reference.max_model_len}")
 
 
-def _check_pair(
-    where: str, ids_name: str, ids: Sequence[int], logprobs_name: str, logprobs: Sequence[float]
-) -> None:
+def _check_pair(where: str, ids_name: str, ids: Sequence[int], logprobs_name: str, logprobs: Sequence[float]) -> None:
     _check_ids(f"{where}: {ids_name}", ids)
     if len(ids) != len(logprobs):
         raise ValueError(f"{where}: {len(ids)} {ids_name} but {len(logprobs)} {logprobs_name}")

@@ -30,9 +30,7 @@ def parse_variants(text: str, base: EngineConfig) -> tuple[Variant, ...]:
     """
     variants = tuple(_parse(part.strip(), base) for part in text.split(","))
     if len(set(variants)) != len(variants) or len(variants) < 2:
-        raise ConfigError(
-            f"--between {text!r}: name at least two different variants, like stream,hybrid,full"
-        )
+        raise ConfigError(f"--between {text!r}: name at least two different variants, like stream,hybrid,full")
     return variants
 
 

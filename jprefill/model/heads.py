@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jprefill.model.layer import LayerWeights, Rows, finish, project_q, rms_norm
-from jprefill.model.layouts.api import KeyValues, LayoutSpec
+from jprefill.model.layouts import KeyValues, LayoutSpec
 from jprefill.pallas.attention import attend
 
 

@@ -23,7 +23,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, 
         frequency        kept          |   blend   |   / factor
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    # The power in float64, rounded once, gives PyTorch's bits; NumPy's own float32 power is 2 ulp off, and an ulp
+    # of a frequency is 5e-4 radians at position 8,000.
+    frequencies = np.float32(1) / (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
     if rope.scaling == "default":
         return frequencies
     wavelengths = 2 * math.pi / frequencies
@@ -31,7 +33,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, 
     blend = (rope.original_max_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    blended = (1 - blend) * stretched + blend * frequencies
+    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies  # in the order of the source
     scaled = np.where(wavelengths > rope.original_max_len / rope.low_freq_factor, stretched, blended)
     kept = wavelengths < rope.original_max_len / rope.high_freq_factor
     return np.where(kept, frequencies, scaled).astype(np.float32)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, TypeGuard
 
 from jinja2 import Environment, TemplateRuntimeError, nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -179,7 +179,7 @@ def _check_filter(name: str, value: Any, args: list[Any]) -> None:
         _check_widths(args)
     if name == "indent" and isinstance(value, str):
         width = max(
-            (len(arg) if isinstance(arg, str) else arg for arg in args if isinstance(arg, int | str)),
+            (arg if isinstance(arg, int) else len(arg) for arg in args if isinstance(arg, int | str)),
             default=4,
         )
         budget.check_size(len(value) + (value.count("\n") + 1) * width)
@@ -246,5 +246,5 @@ def _check_join(separator: Any, values: Any) -> None:
     _budget.get().check_size(sum(between + (len(value) if isinstance(value, str) else 1) for value in values))
 
 
-def _has_length(value: Any) -> bool:
+def _has_length(value: Any) -> TypeGuard[str | list[Any] | tuple[Any, ...]]:
     return isinstance(value, str | list | tuple)

@@ -53,12 +53,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the reference files")
     parser.add_argument("--gguf", type=Path, help="real model; without it only the random models are written")
-    parser.add_argument(
-        "--num-prompts", type=int, default=220, help="real prompts, at least 100 (default: 220)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="24 real prompts and no long ones, for a first look"
-    )
+    parser.add_argument("--num-prompts", type=int, default=220, help="real prompts, at least 100 (default: 220)")
+    parser.add_argument("--quick", action="store_true", help="24 real prompts and no long ones, for a first look")
     parser.add_argument("--threads", type=int, help="PyTorch threads (default: its own choice)")
     args = parser.parse_args()
     if args.gguf and not args.gguf.is_file():
@@ -79,9 +75,7 @@ def _write_real_model(args: argparse.Namespace) -> None:
         if number % 20 == 0 or number == len(texts):
             num_tokens = sum(len(prompt["token_ids"]) for prompt in prompts)
             seconds = time.monotonic() - started
-            print(
-                f"smollm2: {number} of {len(texts)} prompts, {num_tokens} tokens, {seconds:.0f} s", flush=True
-            )
+            print(f"smollm2: {number} of {len(texts)} prompts, {num_tokens} tokens, {seconds:.0f} s", flush=True)
     model_path = os.path.relpath(args.gguf, args.out)
     write_reference(args.out / "smollm2.json", "smollm2", model_path, MAX_MODEL_LEN, prompts)
 

@@ -112,9 +112,7 @@ def _save(spec: RandomModel, folder: Path) -> None:
     }
     options |= spec.options
     model = (
-        MistralForCausalLM(MistralConfig(**options))
-        if spec.is_mistral
-        else LlamaForCausalLM(LlamaConfig(**options))
+        MistralForCausalLM(MistralConfig(**options)) if spec.is_mistral else LlamaForCausalLM(LlamaConfig(**options))
     )
     _initialise(model)
     model.to(spec.stored_dtype).save_pretrained(folder, max_shard_size=spec.max_shard_size)
@@ -159,9 +157,7 @@ def _check_eager_agrees(folder: Path, prompt: dict[str, Any]) -> None:
     eager = score(model, prompt["token_ids"], prompt["label_ids"])["label_logprobs"]
     worst = max(abs(a - b) for a, b in zip(eager, prompt["label_logprobs"], strict=True))
     if worst > 2e-5:
-        raise SystemExit(
-            f"{folder.name}: sdpa and eager attention differ by {worst:.1e} in label log-probabilities"
-        )
+        raise SystemExit(f"{folder.name}: sdpa and eager attention differ by {worst:.1e} in label log-probabilities")
 
 
 def _spread(model: PreTrainedModel) -> float:

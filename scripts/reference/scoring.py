@@ -52,9 +52,7 @@ def _rounded(values: torch.Tensor) -> list[float]:
     return [round(float(value), 7) for value in values]
 
 
-def write_reference(
-    path: Path, name: str, model: str, max_model_len: int, prompts: Iterable[dict[str, Any]]
-) -> None:
+def write_reference(path: Path, name: str, model: str, max_model_len: int, prompts: Iterable[dict[str, Any]]) -> None:
     """Writes one reference file, a prompt a line, so that two files can be compared by eye."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     head = {

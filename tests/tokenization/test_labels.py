@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,10 +154,20 @@ def test_letters_that_join_the_prompt_are_left_out(byte_level: JsonTokenizer) ->
         letter_labels(byte_level, 26, "The answer is ")
 
 
-def test_results_are_the_callers_own_and_cached(byte_level: JsonTokenizer) -> None:
+def test_results_are_the_callers_own(byte_level: JsonTokenizer) -> None:
     first, _ = letter_labels(byte_level, 3, CHAT)
     first.clear()
-    start = time.perf_counter()
-    for i in range(50):
-        assert letter_labels(byte_level, 3, f"context {i} " * 500 + CHAT)[0] == ["A", "B", "C"]
-    assert time.perf_counter() - start < 1
+    assert letter_labels(byte_level, 3, CHAT)[0] == ["A", "B", "C"]
+
+
+def test_prompts_that_end_alike_share_one_search_for_letters(
+    byte_level: JsonTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letter_labels(byte_level, 3, "context 0 " * 500 + CHAT)
+    encoded: list[str] = []
+    encode = JsonTokenizer.encode
+    monkeypatch.setattr(JsonTokenizer, "encode", lambda *args, **kw: encoded.append(args[1]) or encode(*args, **kw))
+    letter_labels(byte_level, 3, "context 1 " * 500 + CHAT)
+    assert encoded == []
+    letter_labels(byte_level, 4, "context 1 " * 500 + CHAT)
+    assert encoded

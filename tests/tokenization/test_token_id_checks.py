@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 
@@ -53,13 +51,6 @@ def test_bad_id_is_named_with_index_and_value(bad: object, shown: str, index: in
 def test_bad_arrays_are_refused(array: np.ndarray) -> None:
     with pytest.raises(InvalidRequestError, match="prompt"):
         check_token_ids(array, 10, "prompt")
-
-
-def test_hundred_thousand_ids_are_checked_fast() -> None:
-    ids = list(range(100_000))
-    start = time.perf_counter()
-    check_token_ids(ids, 100_000, "prompt")
-    assert time.perf_counter() - start < 0.5  # about 10 ms; the checked build of the tests is slower
 
 
 def test_text_with_a_lone_surrogate_names_the_field() -> None:

@@ -6,6 +6,8 @@ from typing import Literal, get_args, get_origin
 
 from jprefill.errors import ConfigError
 
+FIRST_BUCKET = 128  # tokens
+
 Layout = Literal["stream", "hybrid", "full"]
 DType = Literal["bfloat16", "float32", "float16"]
 Policy = Literal["fcfs"]
@@ -124,12 +126,13 @@ def from_mapping[C](kind: type[C], values: Mapping[str, object]) -> C:
 def default_buckets(max_tokens: int, chunk_size: int) -> tuple[int, ...]:
     """Bucket lengths in tokens, each four times the last, up to one that holds `max_tokens`.
 
-    Work follows the real length, not the bucket, so a few coarse buckets are enough (DESIGN.md 2.3).
+    Work follows the real length in whole chunks, not the bucket, so a few coarse buckets are enough. The first is
+    shorter than a chunk and walked in one piece: a lone short prompt does not pay for a whole chunk.
     The last is `max_tokens` rounded up to whole chunks.
     """
     last = -(-max_tokens // chunk_size) * chunk_size
     buckets = []
-    length = max(512, chunk_size)
+    length = FIRST_BUCKET
     while length < last:
         buckets.append(length)
         length *= 4

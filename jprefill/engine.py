@@ -229,8 +229,9 @@ def _buckets(max_model_len: int, config: EngineConfig) -> tuple[int, ...]:
     if config.buckets is None:
         return default_buckets(wanted, config.chunk_size)
     buckets = tuple(sorted(set(config.buckets)))
-    if buckets[-1] < wanted or any(bucket % config.chunk_size for bucket in buckets):
+    if buckets[-1] < wanted or any(bucket % min(bucket, config.chunk_size) or bucket < 16 for bucket in buckets):
         raise ConfigError(
-            f"buckets={buckets}: each must be a multiple of chunk_size={config.chunk_size}, the last at least {wanted}"
+            f"buckets={buckets}: each must be below chunk_size={config.chunk_size} (at least 16) or a multiple of it, "
+            f"the last at least {wanted}"
         )
     return buckets

@@ -77,9 +77,7 @@ class LocalServer:
         while time.monotonic() < self._start_s + START_TIMEOUT_S:
             if self._process.poll() is not None:
                 self._reader.join(timeout=1.0)
-                raise self.failure(
-                    f"the server left with exit code {self._process.returncode} while starting"
-                )
+                raise self.failure(f"the server left with exit code {self._process.returncode} while starting")
             if self._is_listening.is_set() and self._is_ready():
                 return
             time.sleep(0.05)

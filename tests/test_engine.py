@@ -282,7 +282,7 @@ class TinyCheckpoint:
     [
         ({"max_model_len": 2048}, "max_model_len=2048: the model was made for 1024"),
         ({"buckets": (128,)}, "the last at least 1024"),
-        ({"buckets": (100, 1024)}, "multiple of chunk_size=64"),
+        ({"buckets": (100, 1024)}, "chunk_size=64 .at least 16. or a multiple of it"),
         ({"max_model_len": 0}, "at least 1"),
         ({"chunk_size": 100}, "power of two"),
     ],

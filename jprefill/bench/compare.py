@@ -116,7 +116,7 @@ def select_prompts(reference: Reference, limit: int | None, max_tokens: int | No
     return tuple(short[:limit])
 
 
-def _variants(args: argparse.Namespace, prompts: Sequence[ReferencePrompt]) -> tuple[Variant, ...]:
+def _variants(args: argparse.Namespace, prompts: Sequence[ReferencePrompt]) -> Sequence[Variant]:
     """The ways of running that are asked for; a single one is compared with the reference."""
     base = EngineConfig(
         dtype=args.dtype,

@@ -11,7 +11,7 @@ What triggers a compile: building `Programs`. A call with another shape or dtype
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ class BucketPrograms:
     """The executables of one bucket. `fill_kv` is None where every layer runs whole."""
 
     bucket: int
+    chunk_size: int
     embed: stages.Compiled
     layer: stages.Compiled
     fill_kv: stages.Compiled | None
@@ -59,9 +60,8 @@ class BucketPrograms:
 class Programs:
     """All executables of one model, by bucket. Immutable once built; used by the engine thread."""
 
-    def __init__(self, by_bucket: dict[int, BucketPrograms], spec: LayoutSpec):
+    def __init__(self, by_bucket: dict[int, BucketPrograms]):
         self._by_bucket = by_bucket
-        self.spec = spec
         self.buckets = tuple(sorted(by_bucket))
 
     def of(self, bucket: int) -> BucketPrograms:
@@ -89,7 +89,7 @@ class Programs:
 
             pending = _submit_all(build, lowered)
             compiled = {key: future.result() for key, future in pending.items()}
-        return cls({bucket: _bucket_programs(bucket, compiled) for bucket in buckets}, spec)
+        return cls({bucket: _bucket_programs(spec, bucket, compiled) for bucket in buckets})
 
 
 def _submit_all[K](build: Callable[[stages.Lowered], stages.Compiled], lowered: dict[K, stages.Lowered]):
@@ -103,9 +103,10 @@ def _submit_all[K](build: Callable[[stages.Lowered], stages.Compiled], lowered: 
     return pending
 
 
-def _bucket_programs(bucket: int, compiled: dict) -> BucketPrograms:
+def _bucket_programs(spec: LayoutSpec, bucket: int, compiled: dict) -> BucketPrograms:
     return BucketPrograms(
         bucket=bucket,
+        chunk_size=min(spec.chunk_size, bucket),
         embed=compiled[bucket, "embed"],
         layer=compiled[bucket, "layer"],
         fill_kv=compiled.get((bucket, "fill_kv")),
@@ -115,6 +116,7 @@ def _bucket_programs(bucket: int, compiled: dict) -> BucketPrograms:
 
 def _lower(spec: LayoutSpec, layout: Layout, dtype: DType, bucket: int):
     """Yields (name, lowered program) for one bucket."""
+    spec = replace(spec, chunk_size=min(spec.chunk_size, bucket))  # a bucket below one chunk is one piece
     shapes = _Shapes(spec, jnp.dtype(dtype), bucket)
     layer = partial(layer_of(layout), spec)
     yield (

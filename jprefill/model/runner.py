@@ -62,7 +62,7 @@ class Runner:
           jax.errors.JaxRuntimeError: the device failed; nothing of the batch was kept.
         """
         programs = self.programs.of(len(batch.token_ids))
-        num_chunks = jax.device_put(np.int32(-(-batch.num_tokens // self.programs.spec.chunk_size)))
+        num_chunks = jax.device_put(np.int32(-(-batch.num_tokens // programs.chunk_size)))
         x, kv, rows = programs.embed(self._table, batch.token_ids, _rows(batch))
         *front, last = self._layers
         for layer in front:

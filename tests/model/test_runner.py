@@ -18,7 +18,8 @@ BOUND = 5e-5  # nats, float32: DESIGN.md 4
 
 @pytest.fixture(scope="module")
 def runner():
-    return make_runner()
+    """Buckets below, at and above one chunk of 64."""
+    return make_runner(buckets=(32, 256, 1024))
 
 
 def score(runner, requests, bucket=None):
@@ -76,12 +77,17 @@ def test_strangers_in_the_same_pass_change_nothing(runner):
 def test_chunk_size_and_bucket_change_nothing(runner, chunk_size):
     other = make_runner(chunk_size=chunk_size, buckets=(256, 512))
     token_ids = tokens(np.random.default_rng(3), 230)
-    answers = [
-        score(some, [prompt(token_ids)], bucket)[0][0].logprobs
-        for some, bucket in ((runner, 256), (runner, 1024), (other, 256), (other, 512))
-    ]
+    other_buckets = ((runner, 256), (runner, 1024), (other, 256), (other, 512))
+    answers = [score(some, [prompt(token_ids)], bucket)[0][0].logprobs for some, bucket in other_buckets]
     for answer in answers[1:]:
         np.testing.assert_allclose(answer, answers[0], atol=BOUND)
+
+
+def test_a_prompt_below_one_chunk_is_the_same_in_its_small_bucket(runner):
+    for length in (1, 17, 32):
+        token_ids = tokens(np.random.default_rng(length), length)
+        small, large = (score(runner, [prompt(token_ids)], bucket)[0][0].logprobs for bucket in (32, 256))
+        np.testing.assert_allclose(small, large, atol=BOUND)
 
 
 def test_continuations_of_any_length_are_read_in_calls_of_bounded_size(runner):

@@ -30,7 +30,7 @@ class Manifest:
     """Contents of `manifest.json`.
 
     Attributes:
-      name: the model's name, as its source had it.
+      name: of the directory that it was converted into: its owner chose it.
       hf_config: Hugging Face `config.json`, or its equivalent for a GGUF file.
       dtype: of every stored tensor.
       fingerprint: `exact_fingerprint` of weights and config, hex.

@@ -43,7 +43,7 @@ def test_gguf_and_hugging_face_of_one_model_have_one_fingerprint(tiny, tmp_path)
     from_gguf = convert(tmp_path / "tiny.gguf", tmp_path / "a", progress=False)
     from_hf = convert(tiny.write_hf(tmp_path / "tiny"), tmp_path / "b", progress=False)
     assert from_gguf.fingerprint == from_hf.fingerprint
-    assert (from_gguf.source_kind, from_gguf.source_name, from_gguf.name) == ("gguf", "tiny.gguf", "tiny")
+    assert (from_gguf.source_kind, from_gguf.source_name, from_gguf.name) == ("gguf", "tiny.gguf", "a")
     assert load_tokenizer(tmp_path / "a").encode("abba", add_bos=False) == load_tokenizer(tmp_path / "b").encode(
         "abba", add_bos=False
     )

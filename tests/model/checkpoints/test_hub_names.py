@@ -39,7 +39,8 @@ def test_name_is_looked_up_in_the_cache(tiny, hf_directory, tmp_path, monkeypatc
     assert load("org/tiny").name == "org/tiny"
     assert asked["repo_id"] == "org/tiny"
     assert {"*.json", "*.safetensors", "*.jinja", "tokenizer.model"} <= set(asked["allow_patterns"])
-    assert convert("org/tiny", tmp_path / "converted", progress=False).name == "org/tiny"
+    manifest = convert("org/tiny", tmp_path / "converted", progress=False)
+    assert (manifest.name, manifest.source_name) == ("converted", "org/tiny")
 
 
 @pytest.mark.parametrize(

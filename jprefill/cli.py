@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
-from jprefill.config import DType, EngineConfig, ServerConfig
+from jprefill.config import DType, EngineConfig, Quantization, ServerConfig
 from jprefill.errors import InvalidRequestError, JPrefillError
 from jprefill.flags import add_flags, from_args
 
@@ -67,6 +67,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a Hugging Face folder, hub name or GGUF file")
     parser.add_argument("target", metavar="DST", help="the folder to write")
     parser.add_argument("--dtype", choices=get_args(DType), help="of the stored weights")
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the layers' matrices")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     _add_json(parser)
 
@@ -74,12 +75,13 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 def _convert(args: argparse.Namespace) -> int:
     from jprefill.model import checkpoints
 
-    dtype = {} if args.dtype is None else {"dtype": args.dtype}
-    manifest = checkpoints.convert(args.source, args.target, overwrite=args.overwrite, **dtype)
+    form = {key: getattr(args, key) for key in ("dtype", "quantization") if getattr(args, key) is not None}
+    manifest = checkpoints.convert(args.source, args.target, overwrite=args.overwrite, **form)
     if args.json:
         _print_json({"target": args.target, **asdict(manifest)})
     else:
-        print(f"wrote {args.target}: {manifest.name}, {manifest.dtype}, from {manifest.source_kind}")
+        types = manifest.dtype if manifest.quantization is None else f"{manifest.quantization} and {manifest.dtype}"
+        print(f"wrote {args.target}: {manifest.name}, {types}, from {manifest.source_kind}")
     return 0
 
 
@@ -299,6 +301,7 @@ COMMANDS = {
     "score": Command("probabilities of labels after a text", _add_score, _score),
     "decide": Command("answer questions about a text", _add_decide, _decide),
     "convert": Command("turn weights into a checkpoint of ours", _add_convert, _convert),
+    "plan": _module_command("jprefill.planner.command", "what fits on a GPU, before you rent it"),
     "compare": _module_command("jprefill.bench.compare", "compare scores with a reference file"),
     "bench": Command("measure speed", _add_bench, _bench),
 }

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from jprefill.errors import ConfigError
 
@@ -11,6 +12,7 @@ FIRST_BUCKET = 128  # tokens
 Layout = Literal["stream", "hybrid", "full"]
 DType = Literal["bfloat16", "float32", "float16"]
 Policy = Literal["fcfs"]
+Quantization = Literal["int8", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,9 @@ class _Checked:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            if get_origin(f.type) is Literal and value not in get_args(f.type):
-                raise ConfigError(f"{f.name}={value!r}: allowed are {', '.join(map(repr, get_args(f.type)))}")
+            value, allowed = getattr(self, f.name), _allowed(f.type)
+            if allowed and value not in allowed:
+                raise ConfigError(f"{f.name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
 
     def at_least(self, minimum: int | float, *names: str) -> None:
         """Raises `ConfigError` for each named field that is below `minimum`; None passes."""
@@ -31,12 +33,21 @@ class _Checked:
                 raise ConfigError(f"{name}={value!r}: must be at least {minimum}")
 
 
+def _allowed(kind: Any) -> tuple[object, ...]:
+    """The values of a `Literal` or of a `Literal | None`; empty for any other type."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    bare = [part for part in get_args(kind) if part is not NoneType]
+    return (*get_args(bare[0]), None) if len(bare) == 1 and get_origin(bare[0]) is Literal else ()
+
+
 @dataclass(frozen=True)
 class EngineConfig(_Checked):
     """How one engine runs one model.
 
     Attributes:
       dtype: of weights and activations; norms, softmax and rope angles are float32 always.
+      quantization: of the projection matrices, done while loading; None: as the checkpoint stores them.
       layout: how a layer program walks its tokens; `hybrid` and `full` are the naive twins of `stream`.
       attention: implementation name in `jprefill.pallas.attention`; None picks by platform.
       chunk_size: tokens per step of a layer's loops.
@@ -52,6 +63,7 @@ class EngineConfig(_Checked):
     """
 
     dtype: DType = "bfloat16"
+    quantization: Quantization | None = None
     layout: Layout = "stream"
     attention: str | None = None
     chunk_size: int = 256

@@ -18,8 +18,9 @@ import numpy as np
 
 from jprefill.config import EngineConfig, default_buckets
 from jprefill.errors import ConfigError, EngineError, NotReadyError
+from jprefill.model.capacity import check_fit, longest_fitting
 from jprefill.model.compiles import CompileCounter, use_cache
-from jprefill.model.runner import Runner
+from jprefill.model.runner import Runner, layout_spec
 from jprefill.scheduler.admission import check
 from jprefill.scheduler.packer import Piece, pack, plan_batch, unpack
 from jprefill.scheduler.policy import POLICIES
@@ -27,6 +28,7 @@ from jprefill.scheduler.queue import PendingRequest, WaitingQueue, fail
 from jprefill.types import (
     Batch,
     BatchScores,
+    ClassHead,
     EngineStats,
     ItemScores,
     ScoreRequest,
@@ -60,10 +62,19 @@ class Engine:
     Invariant: submitted = answered + waiting + running, at every moment.
     """
 
-    def __init__(self, runner: BatchRunner, config: EngineConfig, *, model_name: str, max_model_len: int):
+    def __init__(
+        self,
+        runner: BatchRunner,
+        config: EngineConfig,
+        *,
+        model_name: str,
+        max_model_len: int,
+        class_head: ClassHead | None = None,
+    ):
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.vocab_size = runner.vocab_size
+        self.class_head = class_head
         self.config = config
         self._runner = runner
         self._max_batch_tokens = runner.buckets[-1]
@@ -84,14 +95,23 @@ class Engine:
         """Compiles every program for the checkpoint, runs each once, and starts the engine thread.
 
         Raises:
-          ConfigError: lengths that contradict each other or the model.
+          ConfigError: lengths that contradict each other, the model or the device's memory.
         """
-        max_model_len = _max_model_len(checkpoint.config.max_position, config)
-        buckets = _buckets(max_model_len, config)
         use_cache(config.compilation_cache)
+        max_model_len = _max_model_len(checkpoint.config.max_position, config)
+        spec = layout_spec(checkpoint.config, checkpoint.weights, config)
+        limit = longest_fitting(spec, config, _buckets(max_model_len, config)[-1])
+        max_model_len = check_fit(limit, config, max_model_len)
+        buckets = _buckets(max_model_len, config)
         runner = Runner(checkpoint.config, checkpoint.weights, config, buckets, progress=progress)
         runner.warm_up()
-        return cls(runner, config, model_name=checkpoint.name, max_model_len=max_model_len)
+        return cls(
+            runner,
+            config,
+            model_name=checkpoint.name,
+            max_model_len=max_model_len,
+            class_head=checkpoint.config.class_head,
+        )
 
     def submit(self, request: ScoreRequest) -> "Future[ScoreResult]":
         """Queues a request. Cancelling the future drops it if it has not started.
@@ -101,7 +121,7 @@ class Engine:
           QueueFullError: back-pressure.
           NotReadyError: the engine is shutting down or dead.
         """
-        check(request, self.config, self.vocab_size, self.max_model_len)
+        check(request, self.config, self.vocab_size, self.max_model_len, self.class_head)
         if not self.is_alive:
             raise NotReadyError("the engine is not running")
         pending = PendingRequest(request, Future())

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from jprefill.errors import ConfigError
@@ -77,7 +77,7 @@ def _variable(f: Field[Any]) -> str:
 
 def _bare_type(f: Field[Any]) -> Any:
     """The field's type without `| None`."""
-    if isinstance(f.type, UnionType):
+    if NoneType in get_args(f.type):
         return next(kind for kind in get_args(f.type) if kind is not NoneType)
     return f.type
 

@@ -1,4 +1,4 @@
-"""`Scorer`: the Python face. One object, three questions, plain records back."""
+"""`Scorer`: the Python face. One object, four questions, plain records back."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from jprefill.config import EngineConfig, from_mapping
+from jprefill.tasks.classify import Classifications, classify_job
 from jprefill.tasks.decide import Decisions, decide_job
 from jprefill.tasks.inputs import Text, TextOrIds
 from jprefill.tasks.job import Job
@@ -16,7 +17,7 @@ from jprefill.tasks.questions import Question
 from jprefill.tasks.score import LabelScores, score_job
 from jprefill.tokenization.api import Tokenizer
 from jprefill.tokenization.chat import ChatTemplate
-from jprefill.types import EngineStats, ScoreRequest, ScoreResult
+from jprefill.types import ClassHead, EngineStats, ScoreRequest, ScoreResult
 
 MAX_IN_FLIGHT = 64
 """Requests that `decide_many` keeps waiting: enough to fill passes, far below any queue limit."""
@@ -39,6 +40,11 @@ class EngineLike(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
+        ...
+
+    @property
+    def class_head(self) -> ClassHead | None:
+        """The classes of a sequence classifier; None: it scores next tokens."""
         ...
 
     @property
@@ -101,7 +107,7 @@ class Scorer:
         from jprefill.model import checkpoints
         from jprefill.tokenization.load import load_tokenizer
 
-        checkpoint = checkpoints.load(path, dtype=config.dtype, progress=True)
+        checkpoint = checkpoints.load(path, dtype=config.dtype, quantization=config.quantization, progress=True)
         tokenizer = load_tokenizer(checkpoint.tokenizer_path)
         engine = Engine.from_checkpoint(checkpoint, config, progress=True)
         return cls(engine, tokenizer, ChatTemplate.from_tokenizer(tokenizer))
@@ -209,6 +215,23 @@ class Scorer:
         """
         job = loglikelihood_job(self.tokenizer, context, continuations, **self._limits(), **options)
         return self._wait(job)
+
+    def classify(self, texts: Sequence[TextOrIds] | Any, **options: Any) -> Classifications:
+        """Class probabilities of each text, from a `...ForSequenceClassification` checkpoint.
+
+            result = scorer.classify(["great food", "cold soup"])
+            print(result.class_names, result.items[0].probabilities, result.items[0].top_class)
+
+        Args:
+          texts: all texts, or all lists of token ids; a start that they share is computed once.
+          options: `add_bos`, `salt`, `deadline_s`, as in `classify_job`.
+
+        Raises:
+          InvalidRequestError: a field is malformed; `param` names it.
+          UnsupportedFeatureError: the model has no classification head.
+          QueueFullError: the engine has too much to do; nothing was queued.
+        """
+        return self._wait(classify_job(self.tokenizer, self.engine.class_head, texts, **self._limits(), **options))
 
     def stats(self) -> EngineStats:
         """One look at the engine's counters."""

@@ -10,11 +10,41 @@ Shape alphabet (the first seven as in `jax.nn.dot_product_attention`):
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 TokenIds = Int32[np.ndarray, " _"]
+Head = Literal["tokens", "classes"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassHead:
+    """What a sequence classifier answers with, in place of the vocabulary. Its target ids are class indices.
+
+    One more target, `zero_id`, has the constant logit 0. With it a row's scores stay log-probabilities, and the
+    raw logit of class c can be read: `logprobs[c] - logprobs[zero_id]`.
+
+    Attributes:
+      names: of the classes, by index; a reranker or a reward model has one, and one logit.
+      is_exclusive: the classes share one softmax; else each has a sigmoid of its own.
+      pad_id: a prompt is read at its last token that is not this one, as transformers has it.
+    """
+
+    names: tuple[str, ...]
+    is_exclusive: bool
+    pad_id: int | None = None
+
+    @property
+    def zero_id(self) -> int:
+        """The target whose logit is 0."""
+        return len(self.names)
+
+    @property
+    def num_targets(self) -> int:
+        """Target ids are below it."""
+        return len(self.names) + 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -24,7 +54,7 @@ class Item:
     Attributes:
       token_ids: at least one token; positions go on after the prefix.
       rows: offsets into `token_ids`; row r predicts the token after it.
-      targets: token ids whose log-probability is read at each row, in the caller's order.
+      targets: ids whose log-probability is read at each row, in the caller's order.
     """
 
     token_ids: TokenIds
@@ -41,12 +71,14 @@ class ScoreRequest:
       items: at least one; each is scored as if it alone followed the prefix.
       deadline_s: on the monotonic clock; after it the request is shed with 408. None: never.
       salt: separates tenants in the prefix store.
+      head: what the targets are ids of: the vocabulary, or the classes of a `ClassHead`.
     """
 
     prefix: TokenIds
     items: tuple[Item, ...]
     deadline_s: float | None = None
     salt: str = ""
+    head: Head = "tokens"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -61,11 +93,11 @@ class ScoreRequest:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ItemScores:
-    """What one item's rows say. Natural logarithms over the full vocabulary, float32.
+    """What one item's rows say. Natural logarithms over all ids of the head, float32.
 
     Attributes:
       logprobs: of `Item.targets`, same order.
-      top_ids: the most probable next token at each row.
+      top_ids: the most probable id at each row: the next token, or a class.
       top_logprobs: and its log-probability.
     """
 

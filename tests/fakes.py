@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from jprefill.errors import ContextLengthError, InvalidRequestError, NotReadyError
-from jprefill.types import EngineStats, Item, ItemScores, ScoreRequest, ScoreResult, Timings, Usage
+from jprefill.types import ClassHead, EngineStats, Item, ItemScores, ScoreRequest, ScoreResult, Timings, Usage
 
 SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 BOS_ID, EOS_ID = 256, 257
@@ -84,6 +84,7 @@ class FakeEngine:
       requests: every accepted request, in order.
       raise_error: set on the futures instead of an answer.
       submit_error: raised by `submit` at once.
+      class_head: set, it answers as a classifier; the first ids of the vocabulary stand for the classes.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class FakeEngine:
         delay_s: float = 0.0,
         raise_error: BaseException | None = None,
         submit_error: BaseException | None = None,
+        class_head: ClassHead | None = None,
     ):
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -102,6 +104,7 @@ class FakeEngine:
         self.delay_s = delay_s
         self.raise_error = raise_error
         self.submit_error = submit_error
+        self.class_head = class_head
         self.is_alive = True
         self.requests: list[ScoreRequest] = []
         self.num_finished = 0

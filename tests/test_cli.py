@@ -23,6 +23,7 @@ class Manifest:
     name: str
     dtype: str
     source_kind: str
+    quantization: str | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +233,7 @@ def test_convert_passes_its_flags_on(monkeypatch, capsys):
 
     def convert(*args, **kwargs):
         seen.append((args, kwargs))
-        return Manifest("tiny", "float32", "gguf")
+        return Manifest("tiny", "float32", "gguf", kwargs.get("quantization"))
 
     import jprefill.model
 
@@ -242,10 +243,19 @@ def test_convert_passes_its_flags_on(monkeypatch, capsys):
     monkeypatch.setattr(jprefill.model, "checkpoints", module, raising=False)
     assert main(["convert", "src", "dst", "--dtype", "float32", "--overwrite"]) == 0
     assert capsys.readouterr().out == "wrote dst: tiny, float32, from gguf\n"
+    assert main(["convert", "src", "dst", "--quantization", "int8"]) == 0
+    assert capsys.readouterr().out == "wrote dst: tiny, int8 and float32, from gguf\n"
     record = run_json(capsys, "convert", "src", "dst")
-    assert record == {"target": "dst", "name": "tiny", "dtype": "float32", "source_kind": "gguf"}
+    assert record == {
+        "target": "dst",
+        "name": "tiny",
+        "dtype": "float32",
+        "source_kind": "gguf",
+        "quantization": None,
+    }
     assert seen == [
         (("src", "dst"), {"dtype": "float32", "overwrite": True}),
+        (("src", "dst"), {"quantization": "int8", "overwrite": False}),
         (("src", "dst"), {"overwrite": False}),
     ]
 

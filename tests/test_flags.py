@@ -2,9 +2,11 @@
 
 import argparse
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
+from jprefill import config
 from jprefill.config import EngineConfig, ServerConfig
 from jprefill.errors import ConfigError
 from jprefill.flags import add_flags, from_args
@@ -75,6 +77,24 @@ def test_a_bad_value_names_its_source_and_what_is_allowed(argv, environ, text):
     assert text in caught.value.message
 
 
+def test_a_choice_may_also_be_left_open():
+    assert parse(EngineConfig).quantization is None
+    assert parse(EngineConfig, "--quantization", "int8").quantization == "int8"
+    assert parse(EngineConfig, JPREFILL_QUANTIZATION="fp8").quantization == "fp8"
+    with pytest.raises(ConfigError, match="--quantization='int4': allowed are int8, fp8"):
+        parse(EngineConfig, "--quantization", "int4")
+
+
+def test_an_open_choice_is_checked_where_no_flag_was():
+    @dataclass(frozen=True)  # of this module: the type checks of the tests would refuse EngineConfig's value first
+    class Open(config._Checked):
+        kind: Literal["a", "b"] | None = None
+
+    assert [Open(kind).kind for kind in ("a", None)] == ["a", None]
+    with pytest.raises(ConfigError, match="kind='c': allowed are 'a', 'b', None"):
+        Open("c")
+
+
 def test_a_bad_bucket_is_named():
     with pytest.raises(ConfigError, match="--buckets='big': must be a whole number"):
         parse(EngineConfig, "--buckets", "512,big")
@@ -98,5 +118,6 @@ def test_help_comes_from_the_docstring_and_shows_default_and_variable():
     text = " ".join(parser.format_help().split())
     assert "longest prompt in tokens; None takes the model's own limit. (JPREFILL_MAX_MODEL_LEN)" in text
     assert "--dtype {bfloat16,float32,float16}" in text
+    assert "--quantization {int8,fp8}" in text
     assert "(default 8000; JPREFILL_PORT)" in text
     assert "`" not in text

@@ -152,7 +152,7 @@ def test_closing_is_final_and_may_be_repeated(engine):
 
 
 def test_an_unknown_setting_is_refused_before_anything_loads():
-    with pytest.raises(ConfigError, match="unknown setting 'max_len': known are dtype, layout, "):
+    with pytest.raises(ConfigError, match="unknown setting 'max_len': known are dtype, quantization, layout, "):
         Scorer.load("nowhere", max_len=3)
 
 

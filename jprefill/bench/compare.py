@@ -28,6 +28,7 @@ from jprefill.bench.variants import Variant, parse_variants
 from jprefill.config import DType, EngineConfig, Layout
 from jprefill.errors import ConfigError
 from jprefill.tokenization.api import Tokenizer
+from jprefill.types import Head
 
 if TYPE_CHECKING:
     from jprefill.model.checkpoints import Checkpoint
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     is_between = len(variants) > 1
     checkpoint = load_checkpoint(model, args.dtype)
     mismatches = [] if is_between else check_tokenizer(checkpoint, prompts)
-    scores = _score(checkpoint, variants, prompts)
+    scores = _score(checkpoint, variants, prompts, reference.head)
     if is_between:
         sections = _between(variants, scores, prompts, args.margin)
     else:
@@ -155,13 +156,14 @@ def token_mismatch(tokenizer: Tokenizer, prompt: ReferencePrompt) -> str:
 
 
 def _score(
-    checkpoint: "Checkpoint", variants: Sequence[Variant], prompts: Sequence[ReferencePrompt]
+    checkpoint: "Checkpoint", variants: Sequence[Variant], prompts: Sequence[ReferencePrompt], head: Head
 ) -> list[list[PromptScores]]:
     """All prompts through one engine after another; the weights are read once."""
     scores = []
     for variant in variants:
         with running_engine(checkpoint, variant.config) as engine:
-            scores.append(score_prompts(engine, prompts, is_packed=variant.is_packed, title=str(variant)))
+            title = str(variant)
+            scores.append(score_prompts(engine, prompts, is_packed=variant.is_packed, title=title, head=head))
     return scores
 
 
@@ -173,7 +175,8 @@ def _against_reference(
     margin: float,
 ) -> Section:
     versions = ", ".join(f"{name} {version}" for name, version in reference.versions.items())
-    title = f"{variant} {variant.config.dtype} against {reference.name} ({versions or reference.dtype})"
+    task = ", classes" if reference.head == "classes" else ""
+    title = f"{variant} {variant.config.dtype} against {reference.name}{task} ({versions or reference.dtype})"
     expected = [reference_scores(prompt) for prompt in prompts]
     return Section(title, _differences(prompts, expected, scores, margin))
 

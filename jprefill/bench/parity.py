@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jprefill.bench.reference_format import ReferencePrompt
-from jprefill.types import Item, ItemScores, ScoreRequest, ScoreResult
+from jprefill.types import Head, Item, ItemScores, ScoreRequest, ScoreResult
 
 
 @runtime_checkable
@@ -125,7 +125,7 @@ def _max_delta(expected: Sequence[float], actual: Sequence[float]) -> float:
     return max((delta if math.isfinite(delta) else math.inf for delta in deltas), default=0.0)
 
 
-def score_request(prompt: ReferencePrompt) -> ScoreRequest:
+def score_request(prompt: ReferencePrompt, head: Head = "tokens") -> ScoreRequest:
     """The labels after the prompt and, where there is one, the continuation as a second item.
 
     Without a continuation the whole prompt is one item, so that both ways through an engine are compared.
@@ -133,14 +133,14 @@ def score_request(prompt: ReferencePrompt) -> ScoreRequest:
     token_ids = np.asarray(prompt.token_ids, np.int32)
     if prompt.continuation is None:
         item = _item(token_ids, [len(token_ids) - 1], [prompt.label_ids])
-        return ScoreRequest(prefix=np.zeros(0, np.int32), items=(item,))
+        return ScoreRequest(prefix=np.zeros(0, np.int32), items=(item,), head=head)
     following = np.asarray(prompt.continuation.token_ids, np.int32)
     suffix = np.concatenate([token_ids[-1:], following[:-1]])
     items = (
         _item(token_ids[-1:], [0], [prompt.label_ids]),
         _item(suffix, range(len(following)), following[:, None]),
     )
-    return ScoreRequest(prefix=token_ids[:-1], items=items)
+    return ScoreRequest(prefix=token_ids[:-1], items=items, head=head)
 
 
 def _item(token_ids: np.ndarray, rows: Sequence[int], targets: Sequence[Sequence[int]] | np.ndarray) -> Item:
@@ -148,15 +148,16 @@ def _item(token_ids: np.ndarray, rows: Sequence[int], targets: Sequence[Sequence
 
 
 def score_prompts(
-    engine: Scorer, prompts: Sequence[ReferencePrompt], *, is_packed: bool, title: str
+    engine: Scorer, prompts: Sequence[ReferencePrompt], *, is_packed: bool, title: str, head: Head = "tokens"
 ) -> list[PromptScores]:
     """Runs every prompt through `engine`, in order.
 
     Args:
       is_packed: submit all at once, so that the engine packs them; else one after the other, each alone.
       title: shown by the progress bar, which appears on a terminal only.
+      head: of the reference that the prompts are from.
     """
-    requests = [score_request(prompt) for prompt in prompts]
+    requests = [score_request(prompt, head) for prompt in prompts]
     futures = [engine.submit(request) for request in requests] if is_packed else []
     scores = []
     for number, request in enumerate(tqdm(requests, desc=title, unit="prompt", disable=None)):

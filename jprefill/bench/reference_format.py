@@ -2,6 +2,7 @@
 
     {"format": 1,
      "name": "smollm2",
+     "kind": "next_token",                        or "classification", see below; may be missing
      "model": "../../checkpoints/model.gguf",     path of the weights, relative to this file
      "dtype": "float32",
      "max_model_len": 8192,
@@ -14,6 +15,9 @@
         "top_id": 17, "top_logprob": -0.5, "second_logprob": -0.9,   the two best over the whole vocabulary
         "continuation": {"token_ids": [...], "logprobs": [...]}}]}   optional: tokens after the prompt, scored
 
+Of a sequence classifier ("classification") the label ids are class indices, and one more after the last class: a
+constant logit of 0, so that the log-probabilities hold the raw logits too. There is no continuation.
+
 Written by `scripts/reference/make_reference.py`; any other program may write one.
 """
 
@@ -22,10 +26,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from jprefill.errors import ConfigError
+from jprefill.types import Head
 
 FORMAT = 1
 _LOGPROB_SLACK = 1e-6  # a certain token may round to a hair above zero
@@ -81,6 +87,12 @@ class Reference:
     max_model_len: int
     versions: dict[str, str]
     prompts: tuple[ReferencePrompt, ...]
+    kind: Literal["next_token", "classification"] = "next_token"
+
+    @property
+    def head(self) -> Head:
+        """What the ids of labels and top tokens are ids of."""
+        return "classes" if self.kind == "classification" else "tokens"
 
     def model_path(self, reference_path: Path) -> Path:
         """Where the weights lie: `model`, relative to the folder of the reference file."""
@@ -125,6 +137,8 @@ def _check(reference: Reference) -> None:
             raise ValueError(f"{where}: label_ids holds an id twice")
         _check_logprobs(f"{where}: top_logprob, second_logprob", (prompt.top_logprob, prompt.second_logprob))
         if prompt.continuation:
+            if reference.kind == "classification":
+                raise ValueError(f"{where}: continuation: a classifier has none")
             ids, logprobs = prompt.continuation.token_ids, prompt.continuation.logprobs
             _check_pair(where, "continuation.token_ids", ids, "continuation.logprobs", logprobs)
         if prompt.num_tokens > reference.max_model_len:

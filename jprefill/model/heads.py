@@ -22,7 +22,7 @@ class Reads(NamedTuple):
 
 
 class RowScores(NamedTuple):
-    """Log-probabilities in nats over the full vocabulary, and the most probable token of each row."""
+    """Log-probabilities in nats over all ids of the head, and the most probable id of each row."""
 
     pair_logprobs: Float32[Array, " P"]
     top_ids: Int32[Array, " R"]
@@ -30,7 +30,7 @@ class RowScores(NamedTuple):
 
 
 class HeadWeights(NamedTuple):
-    """`lm_head` is the embedding table where the model ties them."""
+    """`lm_head` is the embedding table where the model ties them, and the class matrix of a classifier."""
 
     final_norm: Float[Array, " D"]
     lm_head: Float[Array, "V D"]
@@ -47,6 +47,8 @@ def head(spec: LayoutSpec, hidden: Float[Array, "R D"], weights: HeadWeights, re
             precision=lax.Precision.HIGHEST if normal.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
+        if spec.config.class_head is not None:
+            logits = jnp.pad(logits, ((0, 0), (0, 1)))  # the constant logit of `ClassHead.zero_id`
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         return RowScores(
             pair_logprobs=logits[reads.pair_rows, reads.pair_ids] - normaliser[reads.pair_rows],

@@ -37,11 +37,24 @@ class Rows(NamedTuple):
 
 
 def linear(x: Float[Array, "T I"], weights: LayerWeights, name: str) -> Float[Array, "T O"]:
-    """`x @ weight.T + bias`; float32 is computed as float32 on every device."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = lax.dot_general(x, weights[f"{name}.weight"], (((1,), (1,)), ((), ())), precision=precision)
+    """`x @ weight.T + bias`; float32 is computed as float32 on every device.
+
+    A quantised weight enters the product as its 8-bit values, which every working dtype holds exactly, so that the
+    conversion can happen inside it; the scales multiply the float32 sums (float16 could not hold those unscaled).
+    """
+    weight, scale = weights[f"{name}.weight"], weights.get(f"{name}.weight_scale")
+    if scale is None:
+        out = _product(x, weight, x.dtype)
+    else:
+        sums = _product(x, weight.astype(x.dtype), jnp.dtype(jnp.float32))
+        out = round_to(sums * scale[None, :], x.dtype)
     bias = weights.get(f"{name}.bias")
     return out if bias is None else out + bias[None, :]
+
+
+def _product(x: Float[Array, "T I"], weight: Float[Array, "O I"], dtype: jnp.dtype) -> Float[Array, "T O"]:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
 
 
 def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
@@ -60,6 +73,7 @@ def project_kv(
         shape = (x.shape[0], config.num_kv_heads, config.head_dim)
         k = linear(normal, weights, "self_attn.k_proj").reshape(shape)
         v = linear(normal, weights, "self_attn.v_proj").reshape(shape)
+        k = _norm_heads(k, weights, "self_attn.k_norm", config)
         return rotate(k, _angles(rows, config)), v
 
 
@@ -68,6 +82,7 @@ def project_q(x: Float[Array, "T D"], weights: LayerWeights, rows: Rows, config:
     with jax.named_scope("project_q"):
         normal = rms_norm(x, weights["input_layernorm.weight"], config.norm_eps)
         q = linear(normal, weights, "self_attn.q_proj").reshape(x.shape[0], config.num_heads, config.head_dim)
+        q = _norm_heads(q, weights, "self_attn.q_norm", config)
         return rotate(q, _angles(rows, config))
 
 
@@ -87,6 +102,16 @@ def gated(gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T
     """`silu(gate) * up`, in float32 with one rounding at the end."""
     wide = gate.astype(jnp.float32)
     return round_to(wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32), gate.dtype)
+
+
+def _norm_heads(
+    heads: Float[Array, "T N H"], weights: LayerWeights, name: str, config: ModelConfig
+) -> Float[Array, "T N H"]:
+    """Each head's vector normalised by itself, where the family does so (Qwen3)."""
+    if not config.has_qk_norm:
+        return heads
+    rows = heads.reshape(-1, config.head_dim)
+    return rms_norm(rows, weights[f"{name}.weight"], config.norm_eps).reshape(heads.shape)
 
 
 def _angles(rows: Rows, config: ModelConfig) -> Angles:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jprefill.model.config import ModelConfig
 from jprefill.model.layer import LayerWeights, Rows, finish, project_kv, project_q, rms_norm
-from jprefill.model.weights import layer_shapes
+from jprefill.model.weights import head_shape, layer_shapes
 from jprefill.pallas.attention import KeyRanges, attend
 
 
@@ -38,6 +38,9 @@ class Attention(nnx.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             has_bias = f"self_attn.{name}.bias" in shapes
             setattr(self, name, Weight(shapes[f"self_attn.{name}.weight"], rngs, has_bias=has_bias, dtype=dtype))
+        if config.has_qk_norm:
+            self.q_norm = Weight((config.head_dim,), rngs, dtype=dtype)
+            self.k_norm = Weight((config.head_dim,), rngs, dtype=dtype)
 
 
 class MLP(nnx.Module):
@@ -70,17 +73,22 @@ class Backbone(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """A Llama-family causal language model."""
+    """A causal language model, or a sequence classifier over one, of any family that `ModelConfig` knows."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype | str = "float32"):
         dtype = jnp.dtype(dtype)
         self.config = config
         self.model = Backbone(config, rngs, dtype)
-        if not config.is_tied:
-            self.lm_head = Weight((config.vocab_size, config.embed_dim), rngs, dtype=dtype)
+        if config.class_head is not None:
+            self.score = Weight(head_shape(config), rngs, dtype=dtype)
+        elif not config.is_tied:
+            self.lm_head = Weight(head_shape(config), rngs, dtype=dtype)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T V"]:
-        """Logits (float32) of every position of one prompt: the plainest forward pass there is."""
+        """Logits (float32) of every position of one prompt: the plainest forward pass there is.
+
+        Over the vocabulary, or over the classes and, last, the constant 0 of `ClassHead.zero_id`.
+        """
         config, num_tokens = self.config, token_ids.shape[0]
         positions = jnp.arange(num_tokens, dtype=jnp.int32)
         zeros = jnp.zeros_like(positions)
@@ -89,8 +97,13 @@ class Llama(nnx.Module):
         for layer in self.model.layers:
             x = _forward(config, x, flatten(layer), rows)
         x = rms_norm(x, self.model.norm.weight[...], config.norm_eps)
-        table = self.model.embed_tokens if config.is_tied else self.lm_head
-        return jnp.einsum("td,vd->tv", x, table.weight[...], precision="highest").astype(jnp.float32)
+        logits = jnp.einsum("td,vd->tv", x, self._head_matrix(), precision="highest").astype(jnp.float32)
+        return logits if config.class_head is None else jnp.pad(logits, ((0, 0), (0, 1)))
+
+    def _head_matrix(self) -> Float[Array, "V D"]:
+        if self.config.class_head is not None:
+            return self.score.weight[...]
+        return (self.model.embed_tokens if self.config.is_tied else self.lm_head).weight[...]
 
 
 def _forward(config: ModelConfig, x: Float[Array, "T D"], weights: LayerWeights, rows: Rows) -> Float[Array, "T D"]:

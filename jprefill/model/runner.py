@@ -1,18 +1,20 @@
 """Runs one batch on the device: embed, L layer programs, head. The engine thread alone calls it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jprefill.config import DType, EngineConfig
+from jprefill.errors import ConfigError
 from jprefill.model.config import ModelConfig
+from jprefill.model.declared import HEAD_SIZES, HeadSize
 from jprefill.model.heads import HeadWeights, Reads, RowScores
 from jprefill.model.layer import LayerWeights, Rows
 from jprefill.model.layouts import KeyValues, LayoutSpec
-from jprefill.model.programs import HEAD_SIZES, BucketPrograms, HeadSize, Programs
-from jprefill.model.weights import EMBED, FINAL_NORM, LM_HEAD, layer_name, layer_shapes
+from jprefill.model.programs import BucketPrograms, Programs
+from jprefill.model.weights import EMBED, FINAL_NORM, head_name, layer_leaves, layer_name, quantization_of
 from jprefill.pallas.attention import KeyRanges, default_implementation
 from jprefill.types import Batch, BatchScores
 
@@ -42,15 +44,14 @@ class Runner:
     ):
         self.config = config
         self.vocab_size = config.vocab_size
-        self._layers = [_layer_weights(config, weights, layer) for layer in range(config.num_layers)]
+        quantization = quantization_of(weights)
+        if settings.quantization not in (None, quantization):
+            raise ConfigError(f"quantization={settings.quantization!r}: the weights came as {quantization!r}")
+        leaves = layer_leaves(config, np.dtype(settings.dtype), quantization)
+        self._layers = [_layer_weights(weights, layer, leaves) for layer in range(config.num_layers)]
         self._table = weights[EMBED]
-        self._head = HeadWeights(weights[FINAL_NORM], weights[EMBED if config.is_tied else LM_HEAD])
-        spec = LayoutSpec(
-            config,
-            settings.chunk_size,
-            settings.attention or default_implementation(),
-            keeps_angles=jax.default_backend() == "cpu",
-        )
+        self._head = HeadWeights(weights[FINAL_NORM], weights[head_name(config)])
+        spec = layout_spec(config, weights, settings)
         self.programs = Programs.compile(spec, settings.layout, settings.dtype, buckets, progress=progress)
         self.buckets = self.programs.buckets
         self.dtype: DType = settings.dtype
@@ -90,9 +91,20 @@ class Runner:
         return _gather(batch, calls, answers)
 
 
-def _layer_weights(config: ModelConfig, weights: dict[str, jax.Array], layer: int) -> LayerWeights:
+def layout_spec(config: ModelConfig, weights: dict[str, jax.Array], settings: EngineConfig) -> LayoutSpec:
+    """What the programs are compiled for on the default device."""
+    return LayoutSpec(
+        config,
+        settings.chunk_size,
+        settings.attention or default_implementation(),
+        keeps_angles=jax.default_backend() == "cpu",
+        quantization=quantization_of(weights),
+    )
+
+
+def _layer_weights(weights: dict[str, jax.Array], layer: int, leaves: Iterable[str]) -> LayerWeights:
     """The flat leaves of one layer, in the order its program was compiled for."""
-    return {leaf: weights[layer_name(layer, leaf)] for leaf in layer_shapes(config)}
+    return {leaf: weights[layer_name(layer, leaf)] for leaf in leaves}
 
 
 def _rows(batch: Batch) -> Rows:

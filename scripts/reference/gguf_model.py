@@ -7,6 +7,7 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GgufConfig,
     PreTrainedModel,
@@ -14,7 +15,9 @@ from transformers import (
 )
 
 
-def load_model(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+def load_model(
+    path: Path, dtype: torch.dtype, attention: str = "sdpa", *, is_classifier: bool = False
+) -> PreTrainedModel:
     """A GGUF file or a Hugging Face directory, in `dtype`, ready for inference.
 
     Without `dequantize=True` transformers keeps GGUF weights packed and unpacks them in every matmul: slower,
@@ -24,7 +27,8 @@ def load_model(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTr
     if path.is_file():
         options |= {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
         path = path.parent
-    return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    return auto_class.from_pretrained(path, **options).eval()
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

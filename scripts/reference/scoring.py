@@ -33,14 +33,11 @@ def score(
     """
     num_rows = max(1, len(continuation))
     rows = row_logprobs(model, [*token_ids, *continuation[:-1]], num_rows)
-    top = torch.topk(rows[0], 2)
     record: dict[str, Any] = {
         "token_ids": list(token_ids),
         "label_ids": list(label_ids),
         "label_logprobs": _rounded(rows[0, list(label_ids)]),
-        "top_id": int(top.indices[0]),
-        "top_logprob": _rounded(top.values)[0],
-        "second_logprob": _rounded(top.values)[1],
+        **_top_two(rows[0]),
     }
     if continuation:
         picked = rows[torch.arange(len(continuation)), torch.tensor(list(continuation))]
@@ -48,16 +45,46 @@ def score(
     return record
 
 
+@torch.inference_mode()
+def score_classes(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[str, Any]:
+    """What a classifier says about one prompt: log-probabilities of its classes and of a constant logit 0, the last.
+
+    With the 0 among them they hold the raw logits too, whatever their common height.
+    """
+    logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].double()
+    row = torch.log_softmax(torch.nn.functional.pad(logits, (0, 1)), dim=-1)
+    return {
+        "token_ids": list(token_ids),
+        "label_ids": list(range(len(row))),
+        "label_logprobs": _rounded(row),
+        **_top_two(row),
+    }
+
+
+def _top_two(row: torch.Tensor) -> dict[str, Any]:
+    top = torch.topk(row, 2)
+    first, second = _rounded(top.values)
+    return {"top_id": int(top.indices[0]), "top_logprob": first, "second_logprob": second}
+
+
 def _rounded(values: torch.Tensor) -> list[float]:
     return [round(float(value), 7) for value in values]
 
 
-def write_reference(path: Path, name: str, model: str, max_model_len: int, prompts: Iterable[dict[str, Any]]) -> None:
+def write_reference(
+    path: Path,
+    name: str,
+    model: str,
+    max_model_len: int,
+    prompts: Iterable[dict[str, Any]],
+    kind: str = "next_token",
+) -> None:
     """Writes one reference file, a prompt a line, so that two files can be compared by eye."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     head = {
         "format": FORMAT,
         "name": name,
+        "kind": kind,
         "model": model,
         "dtype": "float32",
         "max_model_len": max_model_len,

@@ -162,6 +162,10 @@ def test_a_prompt_of_one_token_has_an_empty_prefix():
     assert [item.token_ids.tolist() for item in request.items] == [[1], [1]]
 
 
+def test_classes_are_asked_of_the_class_head():
+    assert score_request(the_prompt(), "classes").head == "classes"
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_scores_come_back_in_the_order_of_the_prompts(tmp_path: Path, is_packed: bool):
     path = write_reference(tmp_path, [reference_prompt(t, has_continuation=t == "b") for t in ("a", "b", "c")])

@@ -65,6 +65,21 @@ def test_margins_are_those_of_the_two_best(tmp_path: Path):
     assert one.label_margin == math.inf
 
 
+def test_a_classifier_is_read_through_its_own_head(tmp_path: Path):
+    assert load_reference(write(tmp_path, [prompt()])).head == "tokens"
+    assert load_reference(write(tmp_path, [prompt()], kind="classification")).head == "classes"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("classification", "continuation: a classifier has none"), ("regression", "Invalid enum value 'regression'")],
+)
+def test_a_kind_that_does_not_fit_is_refused(tmp_path: Path, kind: str, message: str):
+    continued = prompt(continuation={"token_ids": [8], "logprobs": [-1.0]})
+    with pytest.raises(ConfigError, match=message):
+        load_reference(write(tmp_path, [continued], kind=kind))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

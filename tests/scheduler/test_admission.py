@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jprefill.config import EngineConfig
-from jprefill.errors import ContextLengthError, InvalidRequestError
+from jprefill.errors import ContextLengthError, InvalidRequestError, UnsupportedFeatureError
 from jprefill.scheduler.admission import check
-from jprefill.types import Item, ScoreRequest
+from jprefill.types import ClassHead, Item, ScoreRequest
 
 
 def ints(*values):
@@ -63,3 +63,26 @@ def test_the_longest_prompt_is_prefix_plus_item():
     with pytest.raises(ContextLengthError, match="7 tokens, the limit is 6") as refusal:
         admit(ScoreRequest(ints(1, 2, 3, 4), (GOOD,)))
     assert refusal.value.status == 400
+
+
+CLASSES = ClassHead(tuple("abcdefghijk"), is_exclusive=True)
+
+
+def classes(*ids):
+    return ScoreRequest(EMPTY, (replace(GOOD, targets=ints(*ids).reshape(1, -1)),), head="classes")
+
+
+def test_all_classes_may_be_read_whatever_the_limit_of_labels():
+    check(classes(*range(12)), EngineConfig(max_labels=8), 50, 10, CLASSES)
+
+
+def test_class_targets_end_with_the_zero_logit():
+    with pytest.raises(InvalidRequestError, match="12 is out of range: 0 to 11"):
+        check(classes(12), EngineConfig(), 50, 10, CLASSES)
+
+
+def test_a_head_that_the_model_does_not_have_is_refused():
+    with pytest.raises(UnsupportedFeatureError, match="a classifier with 11 classes"):
+        check(ScoreRequest(EMPTY, (GOOD,)), EngineConfig(), 50, 10, CLASSES)
+    with pytest.raises(UnsupportedFeatureError, match="no classification head"):
+        check(classes(1), EngineConfig(), 50, 10)

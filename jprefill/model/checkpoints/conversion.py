@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,13 +10,22 @@ from pathlib import Path
 import numpy as np
 
 from jprefill import __version__
-from jprefill.config import DType
+from jprefill.config import DType, Quantization
 from jprefill.errors import CheckpointError
 from jprefill.model.checkpoints.detect import open_source
 from jprefill.model.checkpoints.manifest import FILE_NAME, Manifest, digest_tensor, exact_fingerprint
 from jprefill.model.checkpoints.orbax import WEIGHTS, OrbaxSource, file_sizes, write_weights
 from jprefill.model.checkpoints.read_ahead import progress_bar, read_ahead
-from jprefill.model.checkpoints.source import DTYPES, Kind, WeightSource, cast, check_dtype, check_tensors
+from jprefill.model.checkpoints.source import (
+    DTYPES,
+    Kind,
+    WeightSource,
+    check_dtype,
+    check_quantization,
+    check_tensors,
+    leaves_of,
+)
+from jprefill.model.weights import weight_leaves
 
 
 def convert(
@@ -25,6 +33,7 @@ def convert(
     dst: str | Path,
     *,
     dtype: DType = "bfloat16",
+    quantization: Quantization | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Manifest:
@@ -36,7 +45,8 @@ def convert(
     Args:
       src: what `open_source` takes; also a checkpoint of ours, to change its dtype.
       dst: must not exist, unless `overwrite`.
-      dtype: of the stored weights.
+      dtype: of the stored weights that are not quantised.
+      quantization: of the projection matrices; None leaves them as the source has them.
       overwrite: replace a checkpoint of ours; any other file or directory is refused all the same.
       progress: show a bar on a terminal.
 
@@ -46,43 +56,58 @@ def convert(
     Raises:
       CheckpointError: the source is damaged or incomplete, `dst` is in the way, or the disk fails.
       UnsupportedModelError: the model asks for something that is not implemented.
-      ConfigError: an unknown dtype.
+      ConfigError: an unknown dtype or quantization, or weights that are quantised in another way already.
     """
     check_dtype(dtype)
     source = open_source(src)
-    shapes = check_tensors(source)
+    kept_in = check_quantization(source, quantization)
+    names = list(check_tensors(source, quantization))
     with _new_directory(Path(dst), overwrite=overwrite) as partial:
-        digests = _write(source, shapes, partial / WEIGHTS, dtype, progress=progress)
+        digests = _write(source, names, partial / WEIGHTS, dtype, kept_in, progress=progress)
         fingerprint = exact_fingerprint(source.config, digests)
-        manifest = _manifest(source, partial, Path(dst).name, dtype, fingerprint)
+        manifest = _manifest(source, partial, Path(dst).name, dtype, kept_in, fingerprint)
         manifest.write(partial)
     return manifest
 
 
 def _write(
-    source: WeightSource, shapes: dict[str, tuple[int, ...]], directory: Path, dtype: DType, *, progress: bool
+    source: WeightSource,
+    names: list[str],
+    directory: Path,
+    dtype: DType,
+    quantization: Quantization | None,
+    *,
+    progress: bool,
 ) -> dict[str, bytes]:
-    """Streams all tensors into `directory`; returns their digests."""
+    """Streams all tensors into `directory`; returns the digests of what was written."""
     digests: dict[str, bytes] = {}
 
-    def read(name: str) -> np.ndarray:
-        array = cast(source.read(name), dtype, name)
-        digests[name] = digest_tensor(name, array)
-        return array
+    def read(name: str) -> dict[str, np.ndarray]:
+        leaves = leaves_of(name, source.read(name), dtype, quantization)
+        digests.update({leaf: digest_tensor(leaf, array) for leaf, array in leaves.items()})
+        return leaves
 
-    num_bytes = sum(math.prod(shape) for shape in shapes.values()) * DTYPES[dtype].itemsize
+    num_bytes = sum(leaf.num_bytes for leaf in weight_leaves(source.config, DTYPES[dtype], quantization).values())
     with progress_bar("converting", num_bytes, progress=progress) as bar:
 
         def counted() -> Iterator[tuple[str, np.ndarray]]:
-            for name, array in read_ahead(read, shapes):
-                bar.update(array.nbytes)
-                yield name, array
+            for _, leaves in read_ahead(read, names):
+                for leaf, array in leaves.items():
+                    bar.update(array.nbytes)
+                    yield leaf, array
 
         write_weights(directory, counted())
     return digests
 
 
-def _manifest(source: WeightSource, directory: Path, name: str, dtype: DType, fingerprint: str) -> Manifest:
+def _manifest(
+    source: WeightSource,
+    directory: Path,
+    name: str,
+    dtype: DType,
+    quantization: Quantization | None,
+    fingerprint: str,
+) -> Manifest:
     """Completes `directory` with the tokenizer, and describes it under the name that its owner chose."""
     from jprefill.tokenization import copy_tokenizer_files
 
@@ -91,6 +116,7 @@ def _manifest(source: WeightSource, directory: Path, name: str, dtype: DType, fi
         name=name,
         hf_config=source.hf_config,
         dtype=dtype,
+        quantization=quantization,
         fingerprint=fingerprint,
         source_kind=kind,
         source_name=source_name,

@@ -1,9 +1,10 @@
-"""GGUF files of the `llama` architecture: names, config and row order translated back to Hugging Face's."""
+"""GGUF files of `llama`, `qwen2` and `qwen3` models: names, config and row order translated back to Hugging Face's."""
 
 import functools
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jprefill.config import DType
+from jprefill.config import DType, Quantization
 from jprefill.errors import CheckpointError, UnsupportedModelError
 from jprefill.model.checkpoints.gguf_header import GGUFHeader, read_gguf_header
 from jprefill.model.checkpoints.hf import cheap_fingerprint
@@ -28,12 +29,15 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "attn_rot_embd": "self_attn.rotary_emb.inv_freq",
 }
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _ROPE_FREQS = "rope_freqs.weight"
 _LLAMA3_SCALINGS = tuple(
     {
@@ -50,6 +54,7 @@ class GGUFSource:
     """One GGUF file; quantised tensors are read as float32. Invariant: see `WeightSource`."""
 
     kind: Kind = "gguf"
+    quantization: Quantization | None = None
 
     def __init__(self, path: Path):
         """Reads the header.
@@ -89,15 +94,17 @@ class GGUFSource:
         """See `WeightSource`."""
         dtype = self.dtype(name)
         array = _decode(self._tensors[name], name, dtype)
+        if self.hf_config["model_type"] != "llama":  # only there did the converter change the order
+            return array
         if ".q_proj." in name:
             return unpermute(array, self.config.num_heads)
         if ".k_proj." in name:
             return unpermute(array, self.config.num_kv_heads)
         return array
 
-    def fingerprint(self, dtype: DType) -> str:
+    def fingerprint(self, dtype: DType, quantization: Quantization | None) -> str:
         """See `WeightSource`. From header, size and time of change: no weight is read."""
-        return cheap_fingerprint({self._path: self._raw_header}, self.config, dtype)
+        return cheap_fingerprint({self._path: self._raw_header}, self.config, dtype, quantization)
 
 
 def hf_name(name: str) -> str:
@@ -129,32 +136,28 @@ def hf_config_of(header: GGUFHeader) -> dict[str, Any]:
     """The Hugging Face `config.json` that the GGUF metadata and tensors amount to.
 
     Raises:
-      UnsupportedModelError: not `llama`, or a feature that is not implemented, by name.
+      UnsupportedModelError: another architecture, or a feature that is not implemented, by name.
       CheckpointError: a key is missing or has the wrong type.
     """
-    meta = header.metadata
-    if meta.get("general.architecture") != "llama":
-        raise UnsupportedModelError(
-            f"GGUF architecture {meta.get('general.architecture')!r} is not implemented: 'llama' is"
-        )
-    _refuse_unsupported(meta)
-    embed_dim, num_heads = _count(meta, "embedding_length"), _count(meta, "attention.head_count")
-    head_dim = _head_dim(meta, embed_dim // max(num_heads, 1))
-    theta = _number(meta, "rope.freq_base", 10_000.0)
+    meta = _Metadata.of(header)
+    meta.refuse_unsupported()
+    embed_dim, num_heads = meta.count("embedding_length"), meta.count("attention.head_count")
+    head_dim = meta.head_dim(embed_dim // max(num_heads, 1))
+    theta = meta.number("rope.freq_base", 10_000.0)
     names = {hf_name(name) for name in header.tensors}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_ARCHITECTURES[meta.architecture]],
+        "model_type": meta.architecture,
         "vocab_size": math.prod(find(header.tensors, "token_embd.weight", "GGUF file").shape[:1]),
-        "num_hidden_layers": _count(meta, "block_count"),
+        "num_hidden_layers": meta.count("block_count"),
         "hidden_size": embed_dim,
-        "intermediate_size": _count(meta, "feed_forward_length"),
+        "intermediate_size": meta.count("feed_forward_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _count(meta, "attention.head_count_kv", num_heads),
+        "num_key_value_heads": meta.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _number(meta, "attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": _count(meta, "context_length"),
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": meta.count("context_length"),
         "rope_parameters": {"rope_theta": theta, **_rope_scaling(header.tensors, theta, head_dim)},
         "tie_word_embeddings": LM_HEAD not in names,
         "attention_bias": layer_name(0, "self_attn.q_proj.bias") in names,
@@ -162,43 +165,61 @@ def hf_config_of(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
-def _refuse_unsupported(meta: Mapping[str, Any]) -> None:
-    for key, neutral in (
-        ("rope.scaling.type", "none"),
-        ("rope.scale_linear", 1.0),
-        ("expert_count", 0),
-        ("attention.sliding_window", 0),
-        ("attention.causal", True),
-    ):
-        if (value := meta.get(f"llama.{key}", neutral)) != neutral:
-            raise UnsupportedModelError(f"llama.{key}={value!r} is not implemented: {neutral!r} is")
+@dataclass(frozen=True)
+class _Metadata:
+    """The keys of one architecture: `llama.block_count`, `qwen2.block_count`."""
 
+    architecture: str
+    values: Mapping[str, Any]
 
-def _head_dim(meta: Mapping[str, Any], default: int) -> int:
-    head_dim = _count(meta, "attention.key_length", default)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (value := _count(meta, key, head_dim)) != head_dim:
-            raise UnsupportedModelError(f"llama.{key}={value} differs from head_dim={head_dim}: not implemented")
-    return head_dim
+    @classmethod
+    def of(cls, header: GGUFHeader) -> "_Metadata":
+        name = header.metadata.get("general.architecture")
+        if name not in _ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"GGUF architecture {name!r} is not implemented: {', '.join(_ARCHITECTURES)} are"
+            )
+        return cls(name, header.metadata)
 
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(f"{self.architecture}.{key}", default)
 
-def _count(meta: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number; a list (one number per layer) only where all are the same."""
-    value = meta.get(f"llama.{key}", default)
-    if isinstance(value, list) and value:
-        if len(set(value)) > 1:
-            raise UnsupportedModelError(f"llama.{key} differs between layers: not implemented")
-        value = value[0]
-    if type(value) is not int:
-        raise CheckpointError(f"GGUF metadata: llama.{key}={value!r} must be a whole number")
-    return value
+    def refuse_unsupported(self) -> None:
+        for key, neutral in (
+            ("rope.scaling.type", "none"),
+            ("rope.scale_linear", 1.0),
+            ("expert_count", 0),
+            ("attention.sliding_window", 0),
+            ("attention.causal", True),
+        ):
+            if (value := self.get(key, neutral)) != neutral:
+                raise UnsupportedModelError(f"{self.architecture}.{key}={value!r} is not implemented: {neutral!r} is")
 
+    def head_dim(self, default: int) -> int:
+        head_dim = self.count("attention.key_length", default)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if (value := self.count(key, head_dim)) != head_dim:
+                raise UnsupportedModelError(
+                    f"{self.architecture}.{key}={value} differs from head_dim={head_dim}: not implemented"
+                )
+        return head_dim
 
-def _number(meta: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = meta.get(f"llama.{key}", default)
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise CheckpointError(f"GGUF metadata: llama.{key}={value!r} must be a number")
-    return float(value)
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number; a list (one number per layer) only where all are the same."""
+        value = self.get(key, default)
+        if isinstance(value, list) and value:
+            if len(set(value)) > 1:
+                raise UnsupportedModelError(f"{self.architecture}.{key} differs between layers: not implemented")
+            value = value[0]
+        if type(value) is not int:
+            raise CheckpointError(f"GGUF metadata: {self.architecture}.{key}={value!r} must be a whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise CheckpointError(f"GGUF metadata: {self.architecture}.{key}={value!r} must be a number")
+        return float(value)
 
 
 def _rope_scaling(tensors: dict[str, StoredTensor], theta: float, head_dim: int) -> dict[str, Any]:

@@ -15,10 +15,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jprefill.config import DType
+from jprefill.config import DType, Quantization
 from jprefill.errors import CheckpointError
+from jprefill.model.checkpoints.published import (
+    Published,
+    check_scale,
+    published_quantization,
+    quantized_of,
+    split_scales,
+    without_quantization,
+)
 from jprefill.model.checkpoints.source import Kind, StoredTensor, find
 from jprefill.model.config import ModelConfig
+from jprefill.model.quantized import QUANTIZED_DTYPES, Quantized
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8}
@@ -45,9 +54,15 @@ class HFSource:
         """
         self.name = name or directory.resolve().name
         self.tokenizer_path = directory
-        self.hf_config = read_json_object(directory / "config.json")
+        hf = read_json_object(directory / "config.json")
+        self._published: Published | None = published_quantization(hf)
+        self.quantization: Quantization | None = None if self._published is None else self._published.quantization
+        self.hf_config = without_quantization(hf)
         self.config = ModelConfig.from_hf(self.hf_config)
         self._files, self._tensors = _open_files(directory)
+        self._scales: dict[str, StoredTensor] = {}
+        if self._published is not None:
+            self._tensors, self._scales = split_scales(self._tensors)
 
     def names(self) -> set[str]:
         """See `WeightSource`."""
@@ -60,25 +75,30 @@ class HFSource:
     def dtype(self, name: str) -> np.dtype:
         """See `WeightSource`."""
         tensor = find(self._tensors, name, self.name)
-        if tensor.format not in _DTYPES:
-            raise CheckpointError(
-                f"{tensor.file.name}: tensor {name!r} has dtype {tensor.format}: {', '.join(_DTYPES)} are implemented"
-            )
-        return _DTYPES[tensor.format]
+        if self._published is not None and name in self._scales:
+            _plain_dtype(self._scales[name], f"scale of {name!r}")
+            check_scale(name, tensor, self._scales[name], self._published)
+            return QUANTIZED_DTYPES[self._published.quantization]
+        return _plain_dtype(tensor, f"tensor {name!r}")
 
     def file_name(self, name: str) -> str:
         """See `WeightSource`."""
         return find(self._tensors, name, self.name).file.name
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> np.ndarray | Quantized:
         """See `WeightSource`."""
         dtype = self.dtype(name)
         tensor = self._tensors[name]
-        return tensor.read_bytes(name).view(dtype).reshape(tensor.shape)
+        values = tensor.read_bytes(name).view(dtype).reshape(tensor.shape)
+        if self._published is None or name not in self._scales:
+            return values
+        scale = self._scales[name]
+        numbers = scale.read_bytes(f"scale of {name}").view(_DTYPES[scale.format]).reshape(scale.shape)
+        return quantized_of(name, values, numbers, self._published)
 
-    def fingerprint(self, dtype: DType) -> str:
+    def fingerprint(self, dtype: DType, quantization: Quantization | None) -> str:
         """See `WeightSource`. From headers, sizes and times of change: no weight is read."""
-        return cheap_fingerprint(self._files, self.config, dtype)
+        return cheap_fingerprint(self._files, self.config, dtype, quantization, self._published)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -96,13 +116,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def cheap_fingerprint(headers: dict[Path, bytes], config: ModelConfig, dtype: DType) -> str:
-    """Identity of files loaded in place: header bytes, size and time of change of each, config, dtype.
+def _plain_dtype(tensor: StoredTensor, what: str) -> np.dtype:
+    if tensor.format not in _DTYPES:
+        raise CheckpointError(
+            f"{tensor.file.name}: {what} has dtype {tensor.format}: {', '.join(_DTYPES)} are implemented"
+        )
+    return _DTYPES[tensor.format]
+
+
+def cheap_fingerprint(headers: dict[Path, bytes], config: ModelConfig, *how: object) -> str:
+    """Identity of files loaded in place: header bytes, size and time of change of each, config, and how it will run.
 
     Copying or touching a file changes it: a cold prefix store, never a wrong hit. A file rewritten with the
     same header, size and time keeps it: convert where that can happen.
     """
-    digest = hashlib.sha256(repr((config, dtype)).encode())
+    digest = hashlib.sha256(repr((config, *how)).encode())
     for path, header in sorted(headers.items()):
         stat = path.stat()
         digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())

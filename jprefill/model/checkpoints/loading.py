@@ -1,17 +1,26 @@
 """`load`: any source to device arrays."""
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 
-from jprefill.config import DType
+from jprefill.config import DType, Quantization
 from jprefill.model.checkpoints.detect import open_source
 from jprefill.model.checkpoints.orbax import OrbaxSource
 from jprefill.model.checkpoints.read_ahead import progress_bar, read_ahead
-from jprefill.model.checkpoints.source import DTYPES, WeightSource, cast, check_dtype, check_tensors
+from jprefill.model.checkpoints.source import (
+    DTYPES,
+    WeightSource,
+    check_dtype,
+    check_quantization,
+    check_tensors,
+    leaves_of,
+)
 from jprefill.model.config import ModelConfig
+from jprefill.model.weights import weight_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +29,8 @@ class Checkpoint:
 
     Attributes:
       name: to be served under, if nothing else is asked for.
-      weights: exactly the names and shapes of `weight_shapes(config)`, all of `dtype`.
-      fingerprint: equal only for equal weights, config and dtype; exact for a converted checkpoint, from
+      weights: exactly the names, shapes and dtypes of `weight_leaves(config, dtype, quantization)`.
+      fingerprint: equal only for equal weights, config, dtype and quantization; exact for a converted checkpoint, from
         headers, sizes and times of change for files loaded in place.
       tokenizer_path: where `jprefill.tokenization` finds the tokenizer.
     """
@@ -32,43 +41,69 @@ class Checkpoint:
     fingerprint: str
     tokenizer_path: Path
     dtype: DType
+    quantization: Quantization | None = None
 
 
-def load(path: str | Path, *, dtype: DType = "bfloat16", progress: bool = False) -> Checkpoint:
+def load(
+    path: str | Path, *, dtype: DType = "bfloat16", quantization: Quantization | None = None, progress: bool = False
+) -> Checkpoint:
     """Loads a model onto the first device.
 
-    Tensors are read by a few threads (by Orbax, for a converted checkpoint), cast on the host and sent as
-    they arrive: host memory holds a part of the model only, and nothing is compiled.
+    Tensors are read by a few threads (by Orbax, for a converted checkpoint), cast or quantised on the host and
+    sent as they arrive: host memory holds a part of the model only, and nothing is compiled.
+
+    Args:
+      path: what `open_source` takes.
+      dtype: of weights that are not quantised.
+      quantization: of the projection matrices; None leaves them as they are stored.
 
     Raises:
       CheckpointError: the files are missing, damaged or incomplete; names file and tensor.
       UnsupportedModelError: the model asks for something that is not implemented.
-      ConfigError: an unknown dtype.
+      ConfigError: an unknown dtype or quantization, or weights that are quantised in another way already.
     """
     check_dtype(dtype)
     source = open_source(path)
-    shapes = check_tensors(source)
-    weights = _to_device(source, shapes, dtype, progress=progress)
+    runs_in = check_quantization(source, quantization)
+    names = list(check_tensors(source, quantization))
+    weights = _to_device(source, names, dtype, runs_in, progress=progress)
     return Checkpoint(
         name=source.name,
         config=source.config,
         weights=weights,
-        fingerprint=source.fingerprint(dtype),
+        fingerprint=source.fingerprint(dtype, runs_in),
         tokenizer_path=source.tokenizer_path,
         dtype=dtype,
+        quantization=runs_in,
     )
 
 
 def _to_device(
-    source: WeightSource, shapes: dict[str, tuple[int, ...]], dtype: DType, *, progress: bool
+    source: WeightSource, names: list[str], dtype: DType, quantization: Quantization | None, *, progress: bool
 ) -> dict[str, jax.Array]:
     """One tensor after the other, while the next are read; the host copy lives until its transfer is done."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    arrays = source.read_all(shapes) if isinstance(source, OrbaxSource) else read_ahead(source.read, shapes)
     weights: dict[str, jax.Array] = {}
-    num_bytes = sum(math.prod(shape) for shape in shapes.values()) * DTYPES[dtype].itemsize
+    num_bytes = sum(leaf.num_bytes for leaf in weight_leaves(source.config, DTYPES[dtype], quantization).values())
     with progress_bar("loading", num_bytes, progress=progress) as bar:
-        for name, array in arrays:
-            weights[name] = jax.block_until_ready(jax.device_put(cast(array, dtype, name), sharding))
-            bar.update(weights[name].nbytes)
+        for leaves in _host_leaves(source, names, dtype, quantization):
+            for name, array in leaves.items():
+                weights[name] = jax.block_until_ready(jax.device_put(array, sharding))
+                bar.update(array.nbytes)
     return weights
+
+
+def _host_leaves(
+    source: WeightSource, names: list[str], dtype: DType, quantization: Quantization | None
+) -> Iterator[dict[str, np.ndarray]]:
+    """What `leaves_of` makes of each tensor, in order; made by the reading threads where there are such."""
+    if isinstance(source, OrbaxSource):
+        for name, tensor in source.read_all(names):
+            yield leaves_of(name, tensor, dtype, quantization)
+        return
+
+    def read(name: str) -> dict[str, np.ndarray]:
+        return leaves_of(name, source.read(name), dtype, quantization)
+
+    for _, leaves in read_ahead(read, names):
+        yield leaves

@@ -5,19 +5,22 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
-from jprefill.config import DType
+from jprefill.config import DType, Quantization
 from jprefill.errors import CheckpointError
 from jprefill.model.checkpoints.hf import read_json_object
 from jprefill.model.checkpoints.source import DTYPES, Kind
 from jprefill.model.config import ModelConfig
+from jprefill.model.quantized import QUANTIZED_DTYPES
 
 FILE_NAME = "manifest.json"
 FORMAT_VERSION = 1
-_FIELD_TYPES: dict[str, type] = {
+_FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
+    "quantization": (str, NoneType),
     "hf_config": dict,
     "tokenizer_files": list,
     "weight_files": dict,
@@ -32,7 +35,7 @@ class Manifest:
     Attributes:
       name: of the directory that it was converted into: its owner chose it.
       hf_config: Hugging Face `config.json`, or its equivalent for a GGUF file.
-      dtype: of every stored tensor.
+      dtype: of every stored tensor that is not quantised.
       fingerprint: `exact_fingerprint` of weights and config, hex.
       source_kind: what it was converted from.
       source_name: base name of that file or directory; no path, so that a manifest can be published.
@@ -40,6 +43,7 @@ class Manifest:
       tokenizer_files: names of the tokenizer files beside the manifest.
       created: UTC, ISO 8601.
       jprefill_version: of the converter.
+      quantization: of the projection matrices; None (also where an older manifest has no such key): none.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Manifest:
     tokenizer_files: tuple[str, ...]
     created: str
     jprefill_version: str
+    quantization: Quantization | None = None
     format_version: int = FORMAT_VERSION
 
     def write(self, directory: Path) -> None:
@@ -69,6 +74,7 @@ class Manifest:
         version = values.get("format_version")
         if version != FORMAT_VERSION:
             raise CheckpointError(f"{FILE_NAME}: format_version={version!r}: {FORMAT_VERSION} is read")
+        values.setdefault("quantization", None)
         known = {f.name for f in fields(cls)}
         if wrong := sorted(known ^ values.keys()):
             raise CheckpointError(f"{FILE_NAME}: key {wrong[0]!r} is {'missing' if wrong[0] in known else 'unknown'}")
@@ -83,6 +89,9 @@ class Manifest:
 def _check_values(values: dict[str, Any]) -> None:
     if values["dtype"] not in DTYPES:
         raise CheckpointError(f"{FILE_NAME}: dtype={values['dtype']!r}: {', '.join(DTYPES)} are read")
+    if values["quantization"] not in (None, *QUANTIZED_DTYPES):
+        known = ", ".join(QUANTIZED_DTYPES)
+        raise CheckpointError(f"{FILE_NAME}: quantization={values['quantization']!r}: {known} are read")
     if values["source_kind"] not in ("hf", "gguf"):
         raise CheckpointError(f"{FILE_NAME}: source_kind={values['source_kind']!r}: 'hf' and 'gguf' are known")
     if not re.fullmatch(r"[0-9a-f]{64}", values["fingerprint"]):

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jprefill.config import DType
+from jprefill.config import DType, Quantization
 from jprefill.errors import CheckpointError
 from jprefill.model.checkpoints.manifest import Manifest
 from jprefill.model.checkpoints.source import DTYPES, Kind
 from jprefill.model.config import ModelConfig
+from jprefill.model.quantized import QUANTIZED_DTYPES, Quantized
+from jprefill.model.weights import is_projection, scale_name
 
 WEIGHTS = "weights"
 _GROUP_BYTES = 256 * 2**20
@@ -37,6 +39,7 @@ class OrbaxSource:
         """
         self.manifest = Manifest.read(directory)
         self.name = self.manifest.name
+        self.quantization: Quantization | None = self.manifest.quantization
         self.tokenizer_path = directory
         self.hf_config = self.manifest.hf_config
         self.config = ModelConfig.from_hf(self.hf_config)
@@ -47,7 +50,8 @@ class OrbaxSource:
 
     def names(self) -> set[str]:
         """See `WeightSource`."""
-        return set(self._metadata)
+        scales = {scale_name(name) for name in self._metadata if self._is_quantized(name)}
+        return set(self._metadata) - scales
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource`."""
@@ -55,10 +59,19 @@ class OrbaxSource:
 
     def dtype(self, name: str) -> np.dtype:
         """See `WeightSource`."""
+        if not self._is_quantized(name):
+            return self._checked_dtype(name, DTYPES[self.manifest.dtype])
+        scale, shape = scale_name(name), self.shape(name)
+        self._checked_dtype(scale, np.dtype(np.float32))
+        if self.shape(scale) != shape[:1]:
+            raise CheckpointError(f"{WEIGHTS}: {scale!r} has shape {self.shape(scale)}, its weight {shape}")
+        return self._checked_dtype(name, QUANTIZED_DTYPES[str(self.quantization)])
+
+    def _checked_dtype(self, name: str, expected: np.dtype) -> np.dtype:
         dtype = np.dtype(self._entry(name).dtype)
-        if dtype != DTYPES[self.manifest.dtype]:
+        if dtype != expected:
             raise CheckpointError(
-                f"{WEIGHTS}: tensor {name!r} has dtype {dtype.name}, the manifest says {self.manifest.dtype}"
+                f"{WEIGHTS}: tensor {name!r} has dtype {dtype.name}, the manifest says {expected.name}"
             )
         return dtype
 
@@ -66,11 +79,11 @@ class OrbaxSource:
         """See `WeightSource`."""
         return WEIGHTS
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> np.ndarray | Quantized:
         """See `WeightSource`. A call costs about 10 ms whatever the size; `read_all` has no such cost."""
         return self._read([name])[name]
 
-    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         """Yields `(name, array)` in the order of `names`, a group of them in memory at a time.
 
         Raises:
@@ -81,7 +94,18 @@ class OrbaxSource:
             for name in group:
                 yield name, arrays.pop(name)
 
-    def _read(self, names: list[str]) -> dict[str, np.ndarray]:
+    def _is_quantized(self, name: str) -> bool:
+        return self.quantization is not None and is_projection(name)
+
+    def _read(self, names: list[str]) -> dict[str, np.ndarray | Quantized]:
+        """Tensors by name, each quantised one with its scales."""
+        scales = {name: scale_name(name) for name in names if self._is_quantized(name)}
+        arrays = self._read_arrays([*names, *scales.values()])
+        return {
+            name: Quantized(arrays[name], arrays[scales[name]]) if name in scales else arrays[name] for name in names
+        }
+
+    def _read_arrays(self, names: list[str]) -> dict[str, np.ndarray]:
         from orbax.checkpoint import v1 as ocp
 
         abstract = {name: np.ndarray for name in names if self._entry(name)}
@@ -94,12 +118,12 @@ class OrbaxSource:
     def _num_bytes(self, name: str) -> int:
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
-    def fingerprint(self, dtype: DType) -> str:
-        """See `WeightSource`. The manifest's; for a dtype other than the stored one, derived from both."""
+    def fingerprint(self, dtype: DType, quantization: Quantization | None) -> str:
+        """See `WeightSource`. The manifest's; for weights that will run in another form, derived from both."""
         stored = self.manifest
-        if dtype == stored.dtype:
+        if (dtype, quantization) == (stored.dtype, stored.quantization):
             return stored.fingerprint
-        return hashlib.sha256(f"{stored.fingerprint} {dtype}".encode()).hexdigest()
+        return hashlib.sha256(f"{stored.fingerprint} {dtype} {quantization}".encode()).hexdigest()
 
     def _entry(self, name: str) -> Any:
         try:

@@ -7,10 +7,11 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import ml_dtypes
 import numpy as np
 
-from jprefill.config import DType
-from jprefill.errors import CheckpointError, ConfigError
+from jprefill.config import DType, Quantization
+from jprefill.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jprefill.model.config import ModelConfig
-from jprefill.model.weights import LM_HEAD, weight_shapes
+from jprefill.model.quantized import QUANTIZED_DTYPES, Quantized, dequantize, quantize
+from jprefill.model.weights import LM_HEAD, is_projection, scale_name, weight_shapes
 
 Kind = Literal["hf", "gguf", "orbax"]
 
@@ -25,12 +26,18 @@ DTYPES: dict[str, np.dtype] = {
 class WeightSource(Protocol):
     """Named tensors of one model, read one at a time. Names and `[out, in]` layout are Hugging Face's.
 
+    Scales belong to their tensor, as GGUF has it: they have no name of their own here.
+
     Invariant: opening reads headers only and checks that the files hold every byte the headers promise;
     `read` may be called from any thread.
+
+    Attributes:
+      quantization: of the projections as they are stored, where they are read as `Quantized`; None elsewhere.
     """
 
     name: str
     kind: Kind
+    quantization: Quantization | None
     config: ModelConfig
     hf_config: dict[str, Any]
     tokenizer_path: Path
@@ -44,10 +51,10 @@ class WeightSource(Protocol):
         ...
 
     def dtype(self, name: str) -> np.dtype:
-        """What `read` returns; float32 for a quantised tensor.
+        """Of what `read` returns: of the 8-bit values of a `Quantized`; float32 for GGUF's quantised types.
 
         Raises:
-          CheckpointError: the stored type is not implemented.
+          CheckpointError: the stored type is not implemented, or values and scales do not go together.
         """
         ...
 
@@ -55,16 +62,16 @@ class WeightSource(Protocol):
         """The file (no folder) that holds the tensor, for messages."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as a new array in host memory.
+    def read(self, name: str) -> np.ndarray | Quantized:
+        """The tensor as new arrays in host memory.
 
         Raises:
           CheckpointError: the file ends early or the bytes cannot be read.
         """
         ...
 
-    def fingerprint(self, dtype: DType) -> str:
-        """Hex identity of the model as it will run in `dtype`; equal only for equal weights and config."""
+    def fingerprint(self, dtype: DType, quantization: Quantization | None) -> str:
+        """Hex identity of the model as it will run; equal only for equal weights, config and way of running."""
         ...
 
 
@@ -110,8 +117,29 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"dtype={dtype!r}: allowed are {', '.join(map(repr, get_args(DType)))}")
 
 
-def check_tensors(source: WeightSource) -> dict[str, tuple[int, ...]]:
+def check_quantization(source: WeightSource, asked: str | None) -> Quantization | None:
+    """What the model will run in: as asked, else as it is stored.
+
+    Raises:
+      ConfigError: not a quantisation, or the weights are quantised in another way already.
+    """
+    if asked is None:
+        return source.quantization
+    kind: Quantization | None = next((kind for kind in get_args(Quantization) if kind == asked), None)
+    if kind is None:
+        raise ConfigError(f"quantization={asked!r}: allowed are {', '.join(map(repr, get_args(Quantization)))}")
+    if source.quantization not in (None, asked):
+        raise ConfigError(
+            f"quantization={asked!r}: {source.name} is {source.quantization} already; start from the original weights"
+        )
+    return kind
+
+
+def check_tensors(source: WeightSource, asked: Quantization | None = None) -> dict[str, tuple[int, ...]]:
     """Checks the complete set of names, shapes and types before any data is read.
+
+    Args:
+      asked: a quantisation that plain projections will get; None: they must be as the source says they are.
 
     Returns:
       The names and shapes to read, in the model's order.
@@ -119,6 +147,7 @@ def check_tensors(source: WeightSource) -> dict[str, tuple[int, ...]]:
     Raises:
       CheckpointError: a tensor is missing, has another shape or an unsupported type, or has no place in the
         model (a feature that is not implemented is an error, never ignored).
+      UnsupportedModelError: some projections are quantised and others are not, and `asked` is None.
     """
     present = source.names()
     if source.config.num_layers > len(present):  # before a damaged count fills memory with names
@@ -139,8 +168,19 @@ def check_tensors(source: WeightSource) -> dict[str, tuple[int, ...]]:
             raise CheckpointError(
                 f"{source.file_name(name)}: tensor {name!r} has shape {source.shape(name)}, the config asks for {shape}"
             )
-        source.dtype(name)
+        _check_dtype_of(source, name, asked)
     return wanted
+
+
+def _check_dtype_of(source: WeightSource, name: str, asked: Quantization | None) -> None:
+    dtype = source.dtype(name)
+    stored = source.quantization
+    if stored is None or asked is not None or not is_projection(name) or dtype == QUANTIZED_DTYPES[stored]:
+        return
+    raise UnsupportedModelError(  # one program serves all layers
+        f"{source.file_name(name)}: tensor {name!r} has dtype {dtype.name} in a model that is {stored}: projections "
+        f"of both kinds are not implemented; quantization={stored!r} quantises the others too"
+    )
 
 
 def _listed(noun: str, names: list[str]) -> str:
@@ -154,6 +194,22 @@ def _listed(noun: str, names: list[str]) -> str:
 def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Rope frequencies follow from the config; a stored head of a tied model is the embedding again."""
     return name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and config.is_tied)
+
+
+def leaves_of(
+    name: str, tensor: np.ndarray | Quantized, dtype: DType, quantization: Quantization | None
+) -> dict[str, np.ndarray]:
+    """What the device gets of one stored tensor: itself in `dtype`, or 8-bit values and their scales.
+
+    Raises:
+      CheckpointError: the values do not fit `dtype` or the quantisation.
+    """
+    if quantization is None or not is_projection(name):
+        # Others quantise their LM head too; here it stays in the working dtype.
+        plain = dequantize(tensor) if isinstance(tensor, Quantized) else tensor
+        return {name: cast(plain, dtype, name)}
+    held = tensor if isinstance(tensor, Quantized) else quantize(tensor, quantization, name)
+    return {name: held.values, scale_name(name): held.scale}
 
 
 def cast(array: np.ndarray, dtype: DType, name: str) -> np.ndarray:

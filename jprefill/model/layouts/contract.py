@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int32
 
+from jprefill.config import Quantization
 from jprefill.model.config import ModelConfig
 from jprefill.model.layer import LayerWeights, Rows
 
@@ -22,12 +23,17 @@ class LayoutSpec:
     """What a layer program is compiled for: static, so a change of any field is another executable.
 
     `keeps_angles`: rope angles are computed once per pass and kept, not once per layer (see `Rows`).
+    `quantization`: what the projection matrices are; see `weights.layer_leaves`.
+    `static_chunks`: layout `stream` visits every chunk of the bucket, with a trip count known while compiling. The
+    naive twin of the traced count: the numbers are the same, the work follows the bucket (`bench/gpu` times both).
     """
 
     config: ModelConfig
     chunk_size: int
     attention: str
     keeps_angles: bool = False
+    quantization: Quantization | None = None
+    static_chunks: bool = False
 
 
 Layer = Callable[

@@ -38,7 +38,7 @@ def layer_stream(
         attended = attend(q, kv.k, kv.v, rows_here.ranges, implementation=spec.attention)
         return lax.dynamic_update_slice_in_dim(x, finish(here, attended, weights, spec.config), start, 0)
 
-    return lax.fori_loop(0, num_chunks, chunk, x), kv
+    return lax.fori_loop(0, _trip_count(spec, x, num_chunks), chunk, x), kv
 
 
 def fill_kv(
@@ -58,4 +58,9 @@ def fill_kv(
         put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         return KeyValues(put(kv.k, k), put(kv.v, v))
 
-    return lax.fori_loop(0, num_chunks, chunk, kv)
+    return lax.fori_loop(0, _trip_count(spec, x, num_chunks), chunk, kv)
+
+
+def _trip_count(spec: LayoutSpec, x: Float[Array, "T D"], num_chunks: Int32[Array, ""]) -> int | Int32[Array, ""]:
+    """How many chunks a loop visits: the real ones, or all of the bucket where the count must be static."""
+    return x.shape[0] // spec.chunk_size if spec.static_chunks else num_chunks

@@ -6,17 +6,28 @@ from jaxtyping import Array, Float
 from jprefill.errors import ConfigError
 from jprefill.pallas.attention.contract import Attend, KeyRanges
 from jprefill.pallas.attention.reference import attend_reference
+from jprefill.pallas.attention.triton import attend_triton
 from jprefill.pallas.attention.xla import attend_xla
+from jprefill.pallas.device import trace_target
 
 
 def implementations() -> dict[str, Attend]:
     """Every implementation by name. All share one test suite (`tests/pallas/attention`)."""
-    return {"reference": attend_reference, "xla": attend_xla}
+    return {"reference": attend_reference, "xla": attend_xla, "triton": attend_triton, "mosaic": _attend_mosaic}
+
+
+def _attend_mosaic(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], v: Float[Array, "S K H"], ranges: KeyRanges
+) -> Float[Array, "T N H"]:
+    # Imported when asked for: Pallas Mosaic GPU changes from one JAX to the next, and only one kind of GPU needs it.
+    from jprefill.pallas.attention.mosaic import attend_mosaic
+
+    return attend_mosaic(q, k, v, ranges)
 
 
 def default_implementation() -> str:
-    """The name that suits the platform: `xla` everywhere until a kernel has been proven on the device."""
-    return "xla"
+    """The name that suits the device that is traced for: `triton` on a GPU, `xla` elsewhere."""
+    return "triton" if trace_target().platform == "gpu" else "xla"
 
 
 def attend(

@@ -22,6 +22,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -91,7 +93,7 @@ class TinyModel:
 
     def write_gguf(self, path: Path, kind: str = "F32", **metadata: Any) -> dict[str, np.ndarray]:
         """Writes matrices as `kind` and vectors as F32; returns what they hold, by Hugging Face name."""
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(path, self.hf["model_type"])
         add_metadata(writer, self.hf)
         for key, value in metadata.items():
             getattr(writer, key)(value)
@@ -125,6 +127,9 @@ class TinyModel:
         return result
 
     def _heads(self, name: str) -> int | None:
+        """Heads whose rows llama.cpp's converter reorders: of its `llama` architecture only."""
+        if self.hf["model_type"] != "llama":
+            return None
         return NUM_HEADS if ".q_proj." in name else NUM_KV_HEADS if ".k_proj." in name else None
 
 

@@ -11,8 +11,10 @@ import pytest
 
 from jprefill.errors import CheckpointError, ConfigError
 from jprefill.model.checkpoints import Manifest, convert, load, open_source
+from jprefill.model.config import ModelConfig
 from jprefill.model.weights import weight_shapes
 from jprefill.tokenization import load_tokenizer
+from jprefill.types import ClassHead
 
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 compiles: list[str] = []
@@ -193,3 +195,14 @@ def test_relative_paths_work(tiny, hf_directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load(Path("converted")).name == "converted"
     assert_same(load("converted").weights, tiny.weights)
+
+
+def test_a_classifier_keeps_its_head(make_tiny, tmp_path):
+    labels = {"0": "spam", "1": "ham", "2": "other"}
+    tiny = make_tiny({"architectures": ["Qwen3ForSequenceClassification"], "id2label": labels, "pad_token_id": 257})
+    convert(tiny.write_hf(tmp_path / "tiny"), tmp_path / "converted", progress=False)
+    for path in ("tiny", "converted"):
+        checkpoint = load(tmp_path / path)
+        assert checkpoint.config == ModelConfig.from_hf(tiny.hf)
+        assert checkpoint.config.class_head == ClassHead(("spam", "ham", "other"), is_exclusive=True, pad_id=257)
+        np.testing.assert_array_equal(np.asarray(checkpoint.weights["score.weight"]), tiny.weights["score.weight"])

@@ -4,6 +4,7 @@ import pytest
 
 from jprefill.errors import UnsupportedModelError
 from jprefill.model.config import ModelConfig, RopeConfig
+from jprefill.types import ClassHead
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,6 +50,84 @@ def test_model_type_stands_in_for_architectures():
     assert ModelConfig.from_hf(hf | {"model_type": "mistral"}).architecture == "MistralForCausalLM"
 
 
+FAMILY_SWITCHES = ("has_attention_bias", "has_output_bias", "has_mlp_bias", "has_qk_norm")
+
+
+@pytest.mark.parametrize(
+    ("family", "without_keys", "with_bias_keys"),
+    [
+        ("Llama", (False, False, False, False), (True, True, True, False)),
+        ("Mistral", (False, False, False, False), (False, False, False, False)),
+        ("Qwen2", (True, False, False, False), (True, False, False, False)),
+        ("Qwen3", (False, False, False, True), (True, True, False, True)),
+    ],
+)
+def test_a_family_has_what_transformers_gives_it(family, without_keys, with_bias_keys):
+    for keys, expected in (({}, without_keys), ({"attention_bias": True, "mlp_bias": True}, with_bias_keys)):
+        config = ModelConfig.from_hf(LLAMA | keys | {"architectures": [f"{family}ForCausalLM"]})
+        assert tuple(getattr(config, name) for name in FAMILY_SWITCHES) == expected
+
+
+def test_qwen3_heads_are_128_wide_whatever_the_model_width():
+    config = ModelConfig.from_hf(LLAMA | {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024})
+    assert config.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 4096},  # use_sliding_window is off where it is missing
+        {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 0},
+        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 32},
+        {"sliding_window": 4096, "use_sliding_window": True, "layer_types": ["full_attention"] * 32},
+        {"sliding_window": 131072, "use_sliding_window": True, "max_window_layers": 0},
+    ],
+)
+def test_a_sliding_window_that_cuts_nothing_is_fine(change):
+    assert ModelConfig.from_hf(LLAMA | {"architectures": ["Qwen2ForCausalLM"]} | change).max_position == 131072
+
+
+@pytest.mark.parametrize("which", [{"max_window_layers": 31}, {"layer_types": ["sliding_attention"] * 32}])
+def test_a_sliding_window_that_cuts_is_refused(which):
+    hf = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 4096, "use_sliding_window": True}
+    with pytest.raises(UnsupportedModelError, match="sliding_window=4096"):
+        ModelConfig.from_hf(hf | which)
+
+
+CLASSIFIER = LLAMA | {"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "head"),
+    [
+        ({}, ClassHead(("LABEL_0", "LABEL_1"), True)),
+        ({"num_labels": 1}, ClassHead(("LABEL_0",), False)),
+        ({"id2label": {"1": "ham", "0": "spam"}, "pad_token_id": 7}, ClassHead(("spam", "ham"), True, 7)),
+        ({"problem_type": "multi_label_classification"}, ClassHead(("LABEL_0", "LABEL_1"), False)),
+    ],
+)
+def test_classes_are_read_and_nothing_is_tied(keys, head):
+    config = ModelConfig.from_hf(CLASSIFIER | keys)
+    assert config.class_head == head
+    assert not config.is_tied
+
+
+@pytest.mark.parametrize("labels", [{"0": "a", "2": "b"}, {"0": "a", "1": "a"}, {"0": None}, ["a"]])
+def test_labels_that_name_no_classes_are_refused(labels):
+    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
+        ModelConfig.from_hf(CLASSIFIER | {"id2label": labels})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen3NextForCausalLM",
+     "LlamaForTokenClassification", "Qwen2ForQuestionAnswering", "Gemma2ForSequenceClassification"],
+)  # fmt: skip
+def test_neighbours_of_the_families_are_refused_by_name(name):
+    with pytest.raises(UnsupportedModelError, match=f"architecture '{name}' is not implemented"):
+        ModelConfig.from_hf(LLAMA | {"architectures": [name]})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -58,6 +137,8 @@ def test_model_type_stands_in_for_architectures():
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not implemented"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without 'low_freq_factor'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not implemented"),
+        ({"use_mrope": True}, "use_mrope=True"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),

@@ -66,6 +66,18 @@ def test_biases_are_unpermuted_too(make_tiny, tmp_path):
         np.testing.assert_array_equal(np.asarray(checkpoint.weights[name]).view(np.uint16), array.view(np.uint16), name)
 
 
+@pytest.mark.parametrize(("family", "head_dim"), [("Qwen2", 16), ("Qwen3", 32)])
+def test_qwen_rows_were_never_permuted(make_tiny, tmp_path, family, head_dim):
+    hf = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "head_dim": head_dim}
+    qwen = make_tiny(hf)
+    qwen.write_gguf(tmp_path / "qwen.gguf", "BF16", add_key_length=head_dim, add_value_length=head_dim)
+    source = open_source(tmp_path / "qwen.gguf")
+    assert source.config == ModelConfig.from_hf(qwen.hf)
+    assert source.names() == qwen.weights.keys()
+    for name, array in qwen.weights.items():
+        np.testing.assert_array_equal(source.read(name).astype(np.float32), array.astype(np.float32), name)
+
+
 def test_config_is_that_of_the_hugging_face_model(tiny, make_tiny, tmp_path):
     tiny.write_gguf(tmp_path / "untied.gguf")
     assert open_source(tmp_path / "untied.gguf").config == ModelConfig.from_hf(tiny.hf)
@@ -155,7 +167,9 @@ SHAPE = [
 
 def test_other_architectures_are_refused_by_name(tmp_path):
     write_file(tmp_path / "gemma.gguf", architecture="gemma2")
-    with pytest.raises(UnsupportedModelError, match="GGUF architecture 'gemma2' is not implemented: 'llama' is"):
+    with pytest.raises(
+        UnsupportedModelError, match="GGUF architecture 'gemma2' is not implemented: llama, qwen2, qwen3 are"
+    ):
         open_source(tmp_path / "gemma.gguf")
 
 

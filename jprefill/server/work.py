@@ -115,7 +115,7 @@ async def _work(
     deadline_s: float | None,
     build: Callable[[ServerState, Scorer, bytes], Plan],
 ) -> Response:
-    scorer = state.scorer()
+    scorer = state.loaded_scorer()  # a drain that began while the body came in does not turn this request away
     started_s = time.monotonic()
     plan = await run_in_pool(state, build, state, scorer, body)
     record.tokenize_s = time.monotonic() - started_s

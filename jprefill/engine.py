@@ -99,8 +99,9 @@ class Engine:
         """
         use_cache(config.compilation_cache)
         max_model_len = _max_model_len(checkpoint.config.max_position, config)
+        last_bucket = _buckets(max_model_len, config)[-1]  # first: it refuses without a look at the weights
         spec = layout_spec(checkpoint.config, checkpoint.weights, config)
-        limit = longest_fitting(spec, config, _buckets(max_model_len, config)[-1])
+        limit = longest_fitting(spec, config, last_bucket)
         max_model_len = check_fit(limit, config, max_model_len)
         buckets = _buckets(max_model_len, config)
         runner = Runner(checkpoint.config, checkpoint.weights, config, buckets, progress=progress)

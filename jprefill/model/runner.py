@@ -44,14 +44,11 @@ class Runner:
     ):
         self.config = config
         self.vocab_size = config.vocab_size
-        quantization = quantization_of(weights)
-        if settings.quantization not in (None, quantization):
-            raise ConfigError(f"quantization={settings.quantization!r}: the weights came as {quantization!r}")
-        leaves = layer_leaves(config, np.dtype(settings.dtype), quantization)
+        spec = layout_spec(config, weights, settings)
+        leaves = layer_leaves(config, np.dtype(settings.dtype), spec.quantization)
         self._layers = [_layer_weights(weights, layer, leaves) for layer in range(config.num_layers)]
         self._table = weights[EMBED]
         self._head = HeadWeights(weights[FINAL_NORM], weights[head_name(config)])
-        spec = layout_spec(config, weights, settings)
         self.programs = Programs.compile(spec, settings.layout, settings.dtype, buckets, progress=progress)
         self.buckets = self.programs.buckets
         self.dtype: DType = settings.dtype
@@ -92,13 +89,20 @@ class Runner:
 
 
 def layout_spec(config: ModelConfig, weights: dict[str, jax.Array], settings: EngineConfig) -> LayoutSpec:
-    """What the programs are compiled for on the default device."""
+    """What the programs are compiled for on the default device.
+
+    Raises:
+      ConfigError: the weights are quantised in another way than the settings say.
+    """
+    quantization = quantization_of(weights)
+    if settings.quantization not in (None, quantization):
+        raise ConfigError(f"quantization={settings.quantization!r}: the weights came as {quantization!r}")
     return LayoutSpec(
         config,
         settings.chunk_size,
         settings.attention or default_implementation(),
         keeps_angles=jax.default_backend() == "cpu",
-        quantization=quantization_of(weights),
+        quantization=quantization,
     )
 
 

@@ -36,10 +36,12 @@ _HALF: dict[Family, dict[int, Tile]] = {
     "ampere": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)},
     "hopper": {64: Tile(128, 128, 8, 2), 128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
 }
-# Up to 32 query rows, on any of them: the rows that the head reads.
-_HALF_FEW_ROWS: dict[int, Tile] = {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(32, 32, 4, 2)}
 # Without tensor cores: exact float32 is for checking numbers, not for speed.
 _FLOAT32: dict[int, Tile] = {64: Tile(64, 32, 8, 2), 128: Tile(64, 16, 8, 2), 256: Tile(32, 16, 8, 2)}
+# The rows that the head reads: small tiles on any GPU, for large ones would keep a few cores busy and the rest idle.
+FEW_ROWS = 256
+_HALF_FEW_ROWS: dict[int, Tile] = {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(16, 32, 4, 2)}
+_FLOAT32_FEW_ROWS: dict[int, Tile] = {64: Tile(32, 32, 8, 2), 128: Tile(32, 16, 4, 2), 256: Tile(32, 16, 8, 2)}
 _FAMILIES: dict[Family, tuple[str, ...]] = {
     "ampere": ("A100", "A800", "A30"),
     "hopper": ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300", "GB300"),
@@ -61,12 +63,11 @@ def tile_for(device_kind: str, head_dim: int, itemsize: int, num_query_rows: int
     Raises:
       ConfigError: a head size beyond the table.
     """
-    if itemsize != 2:
-        table = _FLOAT32
-    elif num_query_rows <= 32:
-        table = _HALF_FEW_ROWS
+    has_few_rows = num_query_rows <= FEW_ROWS
+    if itemsize == 2:
+        table = _HALF_FEW_ROWS if has_few_rows else _HALF[family_of(device_kind)]
     else:
-        table = _HALF[family_of(device_kind)]
+        table = _FLOAT32_FEW_ROWS if has_few_rows else _FLOAT32
     for size, tile in table.items():
         if head_dim <= size:
             return tile

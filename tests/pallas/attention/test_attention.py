@@ -16,17 +16,17 @@ from jprefill.pallas.attention.reference import visible
 # (heads, KV heads, head_dim) of real models: every head size that is supported, and 1 to 8 heads a KV head.
 MODELS = {
     "SmolLM2-135M": (9, 3, 64),
-    "Llama-3.2-1B": (32, 8, 64),
     "TinyLlama": (32, 4, 64),
     "Phi-2": (32, 32, 80),
     "Phi-3-mini": (32, 32, 96),
     "Llama-3.1-8B": (32, 8, 128),
     "Qwen2.5-7B": (28, 4, 128),
-    "Qwen2.5-32B": (40, 8, 128),
     "Gemma-2-9B": (16, 8, 256),
 }
-# mosaic takes no float32, and its simulation is slow: `test_mosaic_kernel.py` has a smaller suite for it.
-NAMES = [name for name in implementations() if name not in ("reference", "mosaic")]
+NAMES = list(implementations())
+# Largest error in float32 against float64. Plain XLA on a CPU adds up 256 products in one chain.
+LIMIT = 2e-6
+LIMIT_XLA_256 = 4e-6
 
 
 def make_ranges(rows):
@@ -61,11 +61,24 @@ def compiled(name):
     return jax.jit(partial(attend, implementation=name))
 
 
+def dense(q, k, v, ranges):
+    """The definition, in float64 and NumPy."""
+    num_groups = q.shape[1] // k.shape[1]
+    mask = np.asarray(visible(ranges, k.shape[0]))
+    is_seen = mask.any(0)[:, None, None]
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.where(is_seen, x, 0.0).repeat(num_groups, axis=1) for x in (k, v))
+    scores = np.einsum("tnh,snh->nts", q, k) * q.shape[-1] ** -0.5
+    scores = np.where(mask[None], scores, -1e30)
+    weights = np.exp(scores - scores.max(-1, keepdims=True)) * mask[None]
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)  # a row that sees nothing gives 0
+    return np.einsum("nts,snh->tnh", weights, v)
+
+
 def both(name, q, k, v, ranges):
     ours = compiled(name)(q, k, v, ranges)
-    exact = compiled("reference")(*(x.astype(jnp.float32) for x in (q, k, v)), ranges)
     assert ours.dtype == q.dtype
-    return np.asarray(ours, np.float32), np.asarray(exact, np.float32)
+    return np.asarray(ours, np.float64), dense(q, k, v, ranges)
 
 
 def test_mask_is_the_one_drawn_by_hand():
@@ -90,17 +103,18 @@ def test_packed_segments_match_the_reference(name, model):
     rows = segments_to_rows(70, [20, 1, 26], 11)
     q, k, v = random_qkv(0, len(rows), len(rows), MODELS[model])
     ours, exact = both(name, q, k, v, make_ranges(rows))
-    assert np.abs(ours - exact).max() <= 2e-6
+    is_chained = name in ("xla", "reference") and MODELS[model][2] == 256
+    assert np.abs(ours - exact).max() <= (LIMIT_XLA_256 if is_chained else LIMIT)
     assert (ours[-11:] == 0).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("num_rows", [1, 15, 255, 256, 257])
+@pytest.mark.parametrize("num_rows", [1, 255, 257])
 def test_causal_prompt_of_any_length_matches(name, num_rows):
     rows = segments_to_rows(num_rows, [], 0)
     q, k, v = random_qkv(1, num_rows, num_rows, (6, 2, 64))
     ours, exact = both(name, q, k, v, make_ranges(rows))
-    assert np.abs(ours - exact).max() <= 2e-6
+    assert np.abs(ours - exact).max() <= LIMIT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,7 +123,7 @@ def test_long_prefix_is_whole_blocks_and_matches(name):
     rows = [(3, 1500, 1510 + 7 * t, 1515 + 7 * t) for t in range(8)]
     q, k, v = random_qkv(6, 8, 1600, (8, 2, 64))
     ours, exact = both(name, q, k, v, make_ranges(rows))
-    assert np.abs(ours - exact).max() <= 2e-6
+    assert np.abs(ours - exact).max() <= LIMIT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,7 +144,7 @@ def test_nan_outside_every_range_is_never_read(name, head_dim):
     k, v = k.at[130:].set(jnp.nan), v.at[130:].set(jnp.nan)
     ours, exact = both(name, q, k, v, make_ranges(rows))
     assert np.isfinite(ours).all()
-    assert np.abs(ours - exact).max() <= 2e-6
+    assert np.abs(ours - exact).max() <= LIMIT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,7 +168,7 @@ def test_random_ranges_match(name, data):
         rows.append((a, b, c, d - 1))
     q, k, v = random_qkv(data.draw(st.integers(0, 99)), num_rows, num_keys, (4, 2, 64))
     ours, exact = both(name, q, k, v, make_ranges(rows))
-    assert np.abs(ours - exact).max() <= 2e-6
+    assert np.abs(ours - exact).max() <= LIMIT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,7 +185,7 @@ def test_random_packed_prompts_match(name, data):
     rows = (rows + [(0, 0, 0, -1)] * num_rows)[:num_rows]
     q, k, v = random_qkv(7, num_rows, num_rows, (6, 2, 64))
     ours, exact = both(name, q, k, v, make_ranges(rows))
-    assert np.abs(ours - exact).max() <= 2e-6
+    assert np.abs(ours - exact).max() <= LIMIT
 
 
 def test_cpu_takes_the_plain_implementation():

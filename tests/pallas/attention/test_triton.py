@@ -29,7 +29,7 @@ def causal(length, start=0, prefix=(0, 0)):
     return KeyRanges(fixed(prefix[0]), fixed(prefix[1]), fixed(start), start + offset)
 
 
-@pytest.mark.parametrize("tile", [TINY, Tile(32, 16, 4, 2), Tile(16, 64, 4, 2), Tile(128, 128, 4, 2)], ids=str)
+@pytest.mark.parametrize("tile", [TINY, Tile(16, 64, 4, 2), Tile(128, 32, 4, 2)], ids=str)
 def test_every_tile_gives_the_reference(tile):
     q, k, v = random_inputs(150)
     ranges = causal(150)

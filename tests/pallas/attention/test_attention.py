@@ -23,7 +23,8 @@ MODELS = {
     "Qwen2.5-7B": (28, 4, 128),
     "Gemma-2-9B": (16, 8, 256),
 }
-NAMES = list(implementations())
+# The Hopper kernel takes no float32 and is slow to simulate: `test_mosaic_kernel.py`.
+NAMES = [name for name in implementations() if name != "mosaic"]
 # Largest error in float32 against float64. Plain XLA on a CPU adds up 256 products in one chain.
 LIMIT = 2e-6
 LIMIT_XLA_256 = 4e-6

@@ -31,7 +31,7 @@ def test_every_length_has_a_bucket_that_its_chunks_fit(max_tokens, chunk_size):
     [
         (EngineConfig, {"chunk_size": 100}, "chunk_size=100: must be a power of two, at least 16"),
         (EngineConfig, {"max_queued_requests": 0}, "max_queued_requests=0: must be at least 1"),
-        (EngineConfig, {"max_len": 5}, "unknown setting 'max_len': known are dtype, layout"),
+        (EngineConfig, {"max_len": 5}, "unknown setting 'max_len': known are dtype, quantization"),
         (ServerConfig, {"port": 70000}, "port=70000: must be 0 to 65535"),
         (ServerConfig, {"request_timeout_s": -1.0}, "request_timeout_s=-1.0: must be at least 0"),
     ],

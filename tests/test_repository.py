@@ -112,4 +112,4 @@ def test_shell_script_parses_and_stops_at_errors(script: Path):
 def test_setup_refuses_an_unknown_set_by_name():
     run = subprocess.run([ROOT / "scripts" / "setup", "nosuch"], capture_output=True, text=True)
     assert run.returncode == 1
-    assert "no set 'nosuch': allowed are cpu, demo, dev, cuda12, cuda13" in run.stderr
+    assert "no set 'nosuch': allowed are cpu, demo, dev, plan, cuda12, cuda13" in run.stderr

@@ -1,11 +1,11 @@
 """Tile sizes of the Triton kernel: one table, by GPU family and head size. No JAX here.
 
 What bounds a tile is shared memory (`num_stages` blocks of K and V, and the queries) and registers (the float32
-products and values of `block_q` rows, spread over `num_warps` warps). Every entry compiles for its GPUs without
-spilling a register.
+products and values of `block_q` rows, spread over `num_warps` warps). No half-precision entry spills a
+register on its GPUs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from jprefill.errors import ConfigError
@@ -22,12 +22,6 @@ class Tile:
     num_warps: int
     num_stages: int
 
-    def shrunk(self, num_query_rows: int, num_keys: int) -> "Tile":
-        """The same tile for inputs smaller than it. 16 is the least that tensor cores take."""
-        block_q = min(self.block_q, max(16, _power_of_2(num_query_rows)))
-        block_kv = min(self.block_kv, max(16, _power_of_2(num_keys)))
-        return replace(self, block_q=block_q, block_kv=block_kv)
-
 
 # Shared memory a block may use: ada 101,376 B (L4, L40, A10), ampere 166,912 B (A100), hopper 232,448 B (H100, H200).
 # A larger head size takes the entry of the next power of two.
@@ -37,11 +31,10 @@ _HALF: dict[Family, dict[int, Tile]] = {
     "hopper": {64: Tile(128, 128, 8, 2), 128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
 }
 # Without tensor cores: exact float32 is for checking numbers, not for speed.
-_FLOAT32: dict[int, Tile] = {64: Tile(64, 32, 8, 2), 128: Tile(64, 16, 8, 2), 256: Tile(32, 16, 8, 2)}
+_FLOAT32: dict[int, Tile] = {64: Tile(32, 16, 4, 2), 128: Tile(64, 16, 8, 2), 256: Tile(32, 16, 8, 2)}
 # The rows that the head reads: small tiles on any GPU, for large ones would keep a few cores busy and the rest idle.
 FEW_ROWS = 256
 _HALF_FEW_ROWS: dict[int, Tile] = {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(16, 32, 4, 2)}
-_FLOAT32_FEW_ROWS: dict[int, Tile] = {64: Tile(32, 32, 8, 2), 128: Tile(32, 16, 4, 2), 256: Tile(32, 16, 8, 2)}
 _FAMILIES: dict[Family, tuple[str, ...]] = {
     "ampere": ("A100", "A800", "A30"),
     "hopper": ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300", "GB300"),
@@ -63,16 +56,13 @@ def tile_for(device_kind: str, head_dim: int, itemsize: int, num_query_rows: int
     Raises:
       ConfigError: a head size beyond the table.
     """
-    has_few_rows = num_query_rows <= FEW_ROWS
-    if itemsize == 2:
-        table = _HALF_FEW_ROWS if has_few_rows else _HALF[family_of(device_kind)]
+    if itemsize != 2:
+        table = _FLOAT32
+    elif num_query_rows <= FEW_ROWS:
+        table = _HALF_FEW_ROWS
     else:
-        table = _FLOAT32_FEW_ROWS if has_few_rows else _FLOAT32
+        table = _HALF[family_of(device_kind)]
     for size, tile in table.items():
         if head_dim <= size:
             return tile
     raise ConfigError(f"head_dim={head_dim}: the triton attention kernel takes at most {max(table)}")
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()

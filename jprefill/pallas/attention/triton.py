@@ -61,9 +61,7 @@ def attend_triton(
     (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
     target = trace_target()
     num_groups = num_heads // num_kv_heads
-    num_query_rows = num_rows * num_groups
-    tile = tile or tile_for(target.kind, head_dim, q.dtype.itemsize, num_query_rows)
-    tile = tile.shrunk(num_query_rows, num_keys)
+    tile = tile or tile_for(target.kind, head_dim, q.dtype.itemsize, num_rows * num_groups)
     bounds = tile_bounds(ranges, num_keys=num_keys, num_groups=num_groups, block_q=tile.block_q, block_kv=tile.block_kv)
     padded_dim = pl.next_power_of_2(head_dim)
     shape = _Shape(num_rows, num_heads, num_groups, head_dim, len(bounds), tile)

@@ -7,7 +7,7 @@ import pytest
 from jprefill.errors import ConfigError
 from jprefill.pallas.attention.bounds import tile_bounds
 from jprefill.pallas.attention.contract import KeyRanges
-from jprefill.pallas.attention.tiles import Tile, family_of, tile_for
+from jprefill.pallas.attention.tiles import family_of, tile_for
 
 SHARED_MEMORY_BYTES = {"NVIDIA L4": 101_376, "NVIDIA A100-SXM4-40GB": 166_912, "NVIDIA H100 80GB HBM3": 232_448}
 
@@ -83,11 +83,9 @@ def test_gpu_takes_the_tiles_of_its_family(kind, family):
     assert family_of(kind) == family
 
 
-def test_small_inputs_shrink_the_tile_to_a_power_of_2():
-    tile = Tile(128, 64, 8, 2)
-    assert tile.shrunk(1000, 1000) == tile
-    assert tile.shrunk(33, 20) == Tile(64, 32, 8, 2)
-    assert tile.shrunk(1, 1) == Tile(16, 16, 8, 2)
+def test_few_rows_take_small_tiles_so_that_they_spread_over_the_gpu():
+    few, many = (tile_for("NVIDIA L4", 128, 2, num_rows) for num_rows in (8 * 4, 1024 * 4))
+    assert few.block_q < many.block_q
 
 
 def test_head_size_beyond_the_table_is_refused():

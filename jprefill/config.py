@@ -13,6 +13,8 @@ Layout = Literal["stream", "hybrid", "full"]
 DType = Literal["bfloat16", "float32", "float16"]
 Policy = Literal["fcfs"]
 Quantization = Literal["int8", "fp8"]
+Keep = Literal["prefix", "all", "none"]
+Eviction = Literal["saved_time", "lru"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ class EngineConfig(_Checked):
       max_items: items of one request.
       max_labels: target ids at one row.
       policy: the order in which waiting requests are taken.
+      kv_cache_memory_bytes: device memory for kept prefixes; None: what the memory plan leaves on a GPU, 512 MiB
+        elsewhere; 0: no prefix store.
+      block_size: tokens per block of the prefix store.
+      keep: whose KV is kept: of prefixes that are shared, marked or seen before, of everything, or of nothing.
+      eviction: which block leaves a full pool: the one that saves least time, or the one unused for longest.
+      kv_host_bytes: host memory for blocks that leave the device pool; 0: none.
+      kv_disk_path: folder for blocks that leave host memory, kept over restarts; None: none.
+      kv_disk_bytes: the most that it may hold.
+      shared_prompt: text that starts prompts of every tenant; salts do not separate it.
+      batch_invariant: scores are bit-identical alone, packed, cached and restored; costs some speed.
       compilation_cache: folder for compiled programs; None: `~/.cache/jprefill/xla`, "": none.
     """
 
@@ -75,10 +87,22 @@ class EngineConfig(_Checked):
     max_items: int = 4096
     max_labels: int = 1024
     policy: Policy = "fcfs"
+    kv_cache_memory_bytes: int | None = None
+    block_size: int = 16
+    keep: Keep = "prefix"
+    eviction: Eviction = "saved_time"
+    kv_host_bytes: int = 0
+    kv_disk_path: str | None = None
+    kv_disk_bytes: int = 10 * 2**30
+    shared_prompt: str | None = None
+    batch_invariant: bool = False
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.at_least(0, "kv_cache_memory_bytes", "kv_host_bytes", "kv_disk_bytes")
+        if not 8 <= self.block_size <= 256 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size={self.block_size}: must be a power of two, 8 to 256")
         self.at_least(1, "max_model_len", "max_batch_tokens", "max_queued_requests", "max_queued_tokens")
         self.at_least(1, "max_items", "max_labels")
         if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
@@ -99,6 +123,8 @@ class ServerConfig(_Checked):
       request_timeout_s: deadline of a request that sends none; None: no deadline.
       shutdown_timeout_s: how long accepted requests may still run after the first SIGTERM.
       tokenizer_threads: size of the thread pool that tokenises.
+      default_salt_per_api_key: requests with different API keys never share stored prefixes.
+      report_cached_tokens: whether `usage` tells how many tokens came from the prefix store.
       log_format: `json` writes one object a line.
       log_level: the least urgent level that is written.
     """
@@ -112,6 +138,8 @@ class ServerConfig(_Checked):
     request_timeout_s: float | None = None
     shutdown_timeout_s: float = 30.0
     tokenizer_threads: int = 2
+    default_salt_per_api_key: bool = False
+    report_cached_tokens: bool = True
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -9,6 +9,7 @@ Shape alphabet (the first seven as in `jax.nn.dot_product_attention`):
     R  rows that are read   M  target ids of a row          P  (row, id) pairs read by one head call
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,6 +73,9 @@ class ScoreRequest:
       deadline_s: on the monotonic clock; after it the request is shed with 408. None: never.
       salt: separates tenants in the prefix store.
       head: what the targets are ids of: the vocabulary, or the classes of a `ClassHead`.
+      uses_store: whether the prefix store may be read and written for it.
+      num_marked_tokens: leading tokens of the prompts that the caller says will come again, so that their KV is kept;
+        beyond the prefix they are those of the first item.
     """
 
     prefix: TokenIds
@@ -79,6 +83,8 @@ class ScoreRequest:
     deadline_s: float | None = None
     salt: str = ""
     head: Head = "tokens"
+    uses_store: bool = True
+    num_marked_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -117,10 +123,16 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request: `num_cached_tokens` of `num_prompt_tokens` were not computed again."""
+    """Token counts of a request.
+
+    Attributes:
+      num_cached_tokens: of `num_prompt_tokens`; they were not computed for this item of this request.
+      num_kept_tokens: whose KV this request added to the prefix store.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int = 0
+    num_kept_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -133,19 +145,40 @@ class ScoreResult:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Batch:
-    """What one forward pass runs: segments packed one after the other, then padding up to whole chunks' bucket.
+class BlockMoves:
+    """Blocks of the prefix store and the rows of a layer's KV buffer where they lie: `block_size` rows from `rows[i]`.
 
-        row      0        P        a        b         num_tokens      T (bucket)
-                 | prefix | item 0 | item 1 | prompt 2 | padding     |
+    Attributes:
+      blocks: numbers in the device pool.
+      rows: the first KV row of each.
+    """
+
+    blocks: Int32[np.ndarray, " _"]
+    rows: Int32[np.ndarray, " _"]
+
+
+NO_MOVES = BlockMoves(np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """What one forward pass runs: token rows, packed without gaps, and the KV rows that they see.
+
+        token rows  | new A | item 0 | item 1 | prompt 2 | padding           |  T (bucket)
+        KV rows     | cached blocks of A | new A | item 0 | item 1 | prompt 2   |  S (all buckets share one buffer)
+
+    Each token has a KV row of its own; KV rows of cached blocks have no token row: nothing is computed for them.
 
     Attributes:
       positions: place of each token in its own prompt; an item goes on after its prefix.
-      prefix_lo: with `prefix_hi`, the half-open range of rows that hold the row's prefix; empty where there is none.
-      self_lo: first row of the token's own segment.
-      self_pos: its own row; -1 on padding, which therefore sees nothing.
-      read_rows: rows that reach the head, ascending.
+      prefix_lo: with `prefix_hi`, the half-open range of KV rows that hold the row's prefix; empty where there is none.
+      self_lo: first KV row of the token's own segment.
+      self_pos: its own KV row, strictly ascending; -1 on padding, which therefore sees nothing and is not stored.
+      num_tokens: token rows before the padding.
+      read_rows: token rows that reach the head, ascending.
       pair_rows: indices into `read_rows`, ascending: with `pair_ids` the (row, token id) pairs that are wanted.
+      loads: blocks that are copied into the KV buffer before a layer runs.
+      keeps: blocks that are copied out of the KV buffer after a layer ran.
     """
 
     token_ids: Int32[np.ndarray, " T"]
@@ -158,6 +191,8 @@ class Batch:
     read_rows: Int32[np.ndarray, " R"]
     pair_rows: Int32[np.ndarray, " P"]
     pair_ids: Int32[np.ndarray, " P"]
+    loads: BlockMoves = NO_MOVES
+    keeps: BlockMoves = NO_MOVES
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -167,6 +202,29 @@ class BatchScores:
     pair_logprobs: Float32[np.ndarray, " P"]
     top_ids: Int32[np.ndarray, " R"]
     top_logprobs: Float32[np.ndarray, " R"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier of the prefix store. Counts of blocks; all but the first three only grow.
+
+    Attributes:
+      num_hits: blocks found here when a request was planned; num_misses: blocks that were not, in this or a faster tier.
+      num_restores: blocks brought from here to the device.
+      is_on: False once a fault has switched the tier off.
+    """
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    num_insertions: int = 0
+    num_evictions: int = 0
+    num_restores: int = 0
+    restore_s: float = 0.0
+    num_errors: int = 0
+    is_on: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +240,8 @@ class EngineStats:
     num_batches: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_kept_tokens: int = 0
     num_computed_tokens: int = 0
     num_compiles_after_start: int = 0
     device_busy_s: float = 0.0
+    tiers: Mapping[str, TierStats] = field(default_factory=dict)

@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from jprefill.config import EngineConfig, from_mapping
+from jprefill.errors import ConfigError, InvalidRequestError
 from jprefill.tasks.classify import Classifications, classify_job
 from jprefill.tasks.decide import Decisions, decide_job
-from jprefill.tasks.inputs import Text, TextOrIds
+from jprefill.tasks.encoding import encode
+from jprefill.tasks.inputs import Ids, Text, TextOrIds
 from jprefill.tasks.job import Job
 from jprefill.tasks.loglikelihood import Loglikelihoods, loglikelihood_job
 from jprefill.tasks.questions import Question
@@ -109,7 +111,10 @@ class Scorer:
 
         checkpoint = checkpoints.load(path, dtype=config.dtype, quantization=config.quantization, progress=True)
         tokenizer = load_tokenizer(checkpoint.tokenizer_path)
+        shared_tokens = _shared_tokens(tokenizer, config)  # before the engine, which takes long and a thread
         engine = Engine.from_checkpoint(checkpoint, config, progress=True)
+        if shared_tokens is not None:
+            engine.set_shared_tokens(shared_tokens)
         return cls(engine, tokenizer, ChatTemplate.from_tokenizer(tokenizer))
 
     def score(
@@ -131,7 +136,7 @@ class Scorer:
           items: of the same kind as `query`.
           labels: allowed answers as text, each one token there.
           label_ids: instead of labels: one list of token ids, or one list per item.
-          options: `add_bos`, `item_first`, `temperature`, `salt`, `deadline_s`, as in `score_job`.
+          options: `add_bos`, `item_first`, `temperature`, `salt`, `mark_prefix`, `deadline_s`, as in `score_job`.
 
         Raises:
           InvalidRequestError: a field is malformed; `param` names it.
@@ -155,7 +160,8 @@ class Scorer:
         Args:
           input: a text, or user messages with text parts.
           questions: records, or mappings in OpenAI's shape.
-          options: `return_prompt_token_ids`, `prompt_format_version`, `salt`, `deadline_s`: see `decide_job`.
+          options: `return_prompt_token_ids`, `prompt_format_version`, `salt`, `mark_prefix`, `cache_mode`,
+            `deadline_s`: see `decide_job`.
 
         Raises:
           InvalidRequestError: a field is malformed; `param` names it, like `questions[2].choices`.
@@ -207,7 +213,7 @@ class Scorer:
         Args:
           context: text or token ids, shared by all continuations and computed once.
           continuations: of the same kind as `context`.
-          options: `add_bos`, `salt`, `deadline_s`, as in `loglikelihood_job`.
+          options: `add_bos`, `salt`, `mark_prefix`, `deadline_s`, as in `loglikelihood_job`.
 
         Raises:
           InvalidRequestError: a field is malformed; `param` names it.
@@ -272,6 +278,16 @@ class Scorer:
     def __repr__(self) -> str:
         state = "alive" if self.engine.is_alive else "closed"
         return f"Scorer(model={self.engine.model_name!r}, max_model_len={self.engine.max_model_len}, {state})"
+
+
+def _shared_tokens(tokenizer: Tokenizer, config: EngineConfig) -> Ids | None:
+    """`EngineConfig.shared_prompt` as text prompts start with it: with BOS by the tokenizer's own rule."""
+    if not config.shared_prompt:
+        return None
+    try:
+        return encode(tokenizer, config.shared_prompt, add_bos=tokenizer.adds_bos)
+    except InvalidRequestError as error:
+        raise ConfigError(f"shared_prompt: {error.message}") from None
 
 
 def _finish[T](job: Job[T], futures: Sequence[Future[ScoreResult]]) -> T:

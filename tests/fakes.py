@@ -16,7 +16,17 @@ from typing import Self
 import numpy as np
 
 from jprefill.errors import ContextLengthError, InvalidRequestError, NotReadyError
-from jprefill.types import ClassHead, EngineStats, Item, ItemScores, ScoreRequest, ScoreResult, Timings, Usage
+from jprefill.types import (
+    ClassHead,
+    EngineStats,
+    Item,
+    ItemScores,
+    ScoreRequest,
+    ScoreResult,
+    TierStats,
+    Timings,
+    Usage,
+)
 
 SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 BOS_ID, EOS_ID = 256, 257
@@ -80,11 +90,15 @@ class ByteTokenizer:
 class FakeEngine:
     """Answers every request from a hash of its tokens, in a thread, after `delay_s`.
 
+    It stores nothing, but says in `usage` that it kept what was marked.
+
     Attributes:
       requests: every accepted request, in order.
       raise_error: set on the futures instead of an answer.
       submit_error: raised by `submit` at once.
       class_head: set, it answers as a classifier; the first ids of the vocabulary stand for the classes.
+      shared_tokens: of the last `set_shared_tokens`.
+      tiers: shown in `stats`.
     """
 
     def __init__(
@@ -108,6 +122,9 @@ class FakeEngine:
         self.is_alive = True
         self.requests: list[ScoreRequest] = []
         self.num_finished = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_kept_tokens = 0
+        self.shared_tokens: np.ndarray | None = None
+        self.tiers: dict[str, TierStats] = {}
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fake-engine")
 
     def submit(self, request: ScoreRequest) -> "Future[ScoreResult]":
@@ -130,14 +147,28 @@ class FakeEngine:
             raise self.raise_error
         items = tuple(item_scores(request.prefix, item, self.vocab_size) for item in request.items)
         self.num_finished += 1
-        usage = Usage(request.num_prompt_tokens, len(request.prefix) * (len(request.items) - 1))
+        num_kept = request.num_marked_tokens if request.uses_store else 0
+        usage = Usage(request.num_prompt_tokens, len(request.prefix) * (len(request.items) - 1), num_kept)
+        self.num_prompt_tokens += usage.num_prompt_tokens
+        self.num_cached_tokens += usage.num_cached_tokens
+        self.num_kept_tokens += usage.num_kept_tokens
         timings = Timings(queue_s=queue_s, device_s=self.delay_s, total_s=time.monotonic() - submitted_s)
         return ScoreResult(items=items, usage=usage, timings=timings)
 
+    def set_shared_tokens(self, token_ids: np.ndarray) -> None:
+        """Remembers them."""
+        self.shared_tokens = token_ids
+
     def stats(self) -> EngineStats:
-        """Counts of requests; the rest is zero."""
-        num_waiting = len(self.requests) - self.num_finished
-        return EngineStats(num_waiting=num_waiting, num_finished=self.num_finished)
+        """Counts of requests and tokens, and `tiers`; the rest is zero."""
+        return EngineStats(
+            num_waiting=len(self.requests) - self.num_finished,
+            num_finished=self.num_finished,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_kept_tokens=self.num_kept_tokens,
+            tiers=self.tiers,
+        )
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Refuses new requests; waits for the running ones."""

@@ -3,9 +3,10 @@
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
-from fakes import ByteTokenizer, FakeEngine
+from fakes import BOS_ID, ByteTokenizer, FakeEngine
 
 import jprefill
 from jprefill.errors import (
@@ -154,6 +155,40 @@ def test_closing_is_final_and_may_be_repeated(engine):
 def test_an_unknown_setting_is_refused_before_anything_loads():
     with pytest.raises(ConfigError, match="unknown setting 'max_len': known are dtype, quantization, layout, "):
         Scorer.load("nowhere", max_len=3)
+
+
+@pytest.fixture
+def loaded_with(monkeypatch, engine):
+    """Loads a scorer around the fake engine, with these settings."""
+
+    def load(tokenizer: ByteTokenizer, **settings) -> Scorer:
+        checkpoint = SimpleNamespace(tokenizer_path="here")
+        monkeypatch.setattr("jprefill.model.checkpoints.load", lambda *_, **__: checkpoint)
+        monkeypatch.setattr("jprefill.tokenization.load.load_tokenizer", lambda _: tokenizer)
+        monkeypatch.setattr("jprefill.engine.Engine.from_checkpoint", lambda *_, **__: engine)
+        return Scorer.load("here", **settings)
+
+    return load
+
+
+@pytest.mark.parametrize(("adds_bos", "start"), [(True, [BOS_ID]), (False, [])])
+def test_the_shared_prompt_reaches_the_engine_as_prompts_start(loaded_with, engine, adds_bos, start):
+    scorer = loaded_with(ByteTokenizer(adds_bos=adds_bos), shared_prompt="Be brief. ")
+    assert engine.shared_tokens.tolist() == [*start, *b"Be brief. "]
+    scorer.score("Be brief. Is it food? ", ["a", "b"], label_ids=[1])
+    prompt = [*engine.requests[0].prefix.tolist(), *engine.requests[0].items[0].token_ids.tolist()]
+    assert prompt[: len(engine.shared_tokens)] == engine.shared_tokens.tolist()
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_without_a_shared_prompt_the_engine_is_told_nothing(loaded_with, engine, text):
+    loaded_with(ByteTokenizer(), shared_prompt=text)
+    assert engine.shared_tokens is None
+
+
+def test_a_shared_prompt_that_cannot_be_tokenised_is_a_config_error(loaded_with):
+    with pytest.raises(ConfigError, match=r"shared_prompt: .*surrogate"):
+        loaded_with(ByteTokenizer(), shared_prompt="\ud800")
 
 
 # ---- the package

@@ -67,7 +67,8 @@ class LoadedModel:
         """What the first layer of a pass is given."""
         ranges = KeyRanges._make((batch.prefix_lo, batch.prefix_hi, batch.self_lo, batch.self_pos))
         rows = Rows._make((batch.positions, ranges, None))
-        return self.programs.of(len(batch.token_ids)).embed(self.weights[EMBED], batch.token_ids, rows)
+        x, rows = self.programs.of(len(batch.token_ids)).embed(self.weights[EMBED], batch.token_ids, rows)
+        return x, self.programs.new_kv(), rows
 
     def planned_bytes(self, bucket: int) -> int:
         """What a pass of this bucket holds at most, weights included, by the compiler's figures."""

@@ -1,9 +1,12 @@
 """Which programs a pass is made of: the functions, and the shapes of their arguments. Nothing is compiled here.
 
-    embed      token ids -> x, an empty KV buffer, rope angles    per bucket
+    embed      token ids -> x, rope angles                         per bucket
     layer      x, kv -> x, kv        called once per layer         per bucket
     fill_kv    x, kv -> kv           the last layer's first loop   per bucket, layout `stream`
     read_R     R rows of x -> log-probabilities                    per bucket and head size
+
+The KV buffer is the runner's, as long as the longest bucket for all of them, and goes from pass to pass. What moves
+blocks of the prefix store in and out of it stands in `kvstore.device_pool`.
 
 Every argument is kept, used or not: a donated buffer that one layout does not read must still be given back in place,
 and the compiler's memory figures must hold for the arguments that the runner really passes.
@@ -75,17 +78,24 @@ class DeclaredProgram:
 
 
 def declare(
-    spec: LayoutSpec, layout: Layout, dtype: DType, bucket: int, *, sharding: Sharding | None = None
+    spec: LayoutSpec,
+    layout: Layout,
+    dtype: DType,
+    bucket: int,
+    kv_rows: int | None = None,
+    *,
+    sharding: Sharding | None = None,
 ) -> dict[str, DeclaredProgram]:
     """The programs of one bucket by name.
 
     Args:
       dtype: of activations and of weights that are not quantised.
       bucket: T in tokens: a multiple of `spec.chunk_size`, or below one chunk and walked in one piece.
+      kv_rows: S, the KV buffer's rows, `bucket` or more; None: `bucket`.
       sharding: where the arguments will lie; None: the default device. A device to compile for need not exist.
     """
     spec = replace(spec, chunk_size=min(spec.chunk_size, bucket))
-    shapes = _Shapes(spec, jnp.dtype(dtype), bucket, sharding)
+    shapes = _Shapes(spec, jnp.dtype(dtype), bucket, kv_rows or bucket, sharding)
     layer_arguments = (shapes.x, shapes.kv, shapes.layer, shapes.rows, shapes.scalar)
     programs = {
         "embed": DeclaredProgram(
@@ -108,20 +118,17 @@ def declare(
 
 def embed(
     spec: LayoutSpec, table: Float[Array, "V D"], token_ids: Int32[Array, " T"], rows: Rows
-) -> tuple[Float[Array, "T D"], KeyValues, Rows]:
-    """What a pass starts from: rows of the table, the KV buffer that its layers will share, and the rope angles."""
-    config = spec.config
-    shape = (token_ids.shape[0], config.num_kv_heads, config.head_dim)
-    kv = KeyValues(jnp.zeros(shape, table.dtype), jnp.zeros(shape, table.dtype))
+) -> tuple[Float[Array, "T D"], Rows]:
+    """What a pass starts from: rows of the table, and the rope angles."""
     if spec.keeps_angles:
-        rows = rows._replace(angles=angles_at(rows.positions, config.rope, config.head_dim))
-    return jnp.take(table, token_ids, axis=0), kv, rows
+        rows = rows._replace(angles=angles_at(rows.positions, spec.config.rope, spec.config.head_dim))
+    return jnp.take(table, token_ids, axis=0), rows
 
 
 class _Shapes:
     """Abstract arguments of one bucket's programs."""
 
-    def __init__(self, spec: LayoutSpec, dtype: jnp.dtype, bucket: int, sharding: Sharding | None):
+    def __init__(self, spec: LayoutSpec, dtype: jnp.dtype, bucket: int, kv_rows: int, sharding: Sharding | None):
         config = spec.config
 
         # `Any`: they stand where the programs' arguments are declared arrays.
@@ -135,7 +142,7 @@ class _Shapes:
         self.token_ids = ints(bucket)
         self.scalar = ints()
         self.x = floats(bucket, config.embed_dim)
-        buffer = floats(bucket, config.num_kv_heads, config.head_dim)
+        buffer = floats(kv_rows, config.num_kv_heads, config.head_dim)
         self.kv = KeyValues(buffer, buffer)
         leaves = layer_leaves(config, dtype, spec.quantization)
         self.layer = {name: floats(*leaf.shape, dtype=leaf.dtype) for name, leaf in leaves.items()}

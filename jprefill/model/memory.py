@@ -63,13 +63,15 @@ def pass_bytes(programs: Mapping[str, ProgramMemory]) -> int:
     """The most that one pass holds at any moment besides the weights.
 
     Args:
-      programs: the executables of one bucket by name. From `embed` on, what the layer program takes (x, the KV
-        buffer, row vectors) is alive until the answer is read, whether a program uses all of it or not.
+      programs: the executables of one bucket by name. The KV buffer is there before the pass, and after it. From
+        `embed` on, what the layer program takes (x, the KV buffer, row vectors) is alive until the answer is read,
+        whether a program uses all of it or not.
     """
     resident = programs["layer"].activation_bytes
     embed = programs["embed"]
+    before = resident - embed.output_bytes  # what the layer program takes that `embed` has not made: the KV buffer
     running = max(program.added_bytes for name, program in programs.items() if name != "embed")
-    return max(embed.activation_bytes + embed.added_bytes, resident + running)
+    return max(before + embed.activation_bytes + embed.added_bytes, resident + running)
 
 
 def library_bytes(config: ModelConfig, quantization: Quantization | None) -> int:

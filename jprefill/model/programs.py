@@ -8,13 +8,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
+import jax.numpy as jnp
 from jax import stages
 from tqdm import tqdm
 
 from jprefill.config import DType, Layout
-from jprefill.model.declared import HEAD_SIZES, HeadSize, declare
-from jprefill.model.layouts import LayoutSpec
+from jprefill.model.declared import HEAD_SIZES, DeclaredProgram, HeadSize, declare
+from jprefill.model.layouts import KeyValues, LayoutSpec, empty_kv
 from jprefill.model.memory import ProgramMemory, pass_bytes
 
 COMPILE_STACK_BYTES = 64 * 2**20  # XLA's recursion has overflowed the default 8 MiB on deep programs
@@ -37,11 +39,16 @@ class BucketPrograms:
 
 
 class Programs:
-    """All executables of one model, by bucket. Immutable once built; used by the engine thread."""
+    """All executables of one model, by bucket. Immutable once built; used by the engine thread.
 
-    def __init__(self, by_bucket: dict[int, BucketPrograms]):
+    Attributes:
+      new_kv: makes the KV buffer, of `buckets[-1]` rows, that every bucket's programs take.
+    """
+
+    def __init__(self, by_bucket: dict[int, BucketPrograms], new_kv: Callable[[], KeyValues]):
         self._by_bucket = by_bucket
         self.buckets = tuple(sorted(by_bucket))
+        self.new_kv = new_kv
 
     def of(self, bucket: int) -> BucketPrograms:
         """The executables for a bucket that was compiled."""
@@ -58,21 +65,15 @@ class Programs:
         progress: bool = False,
     ) -> "Programs":
         """Traces here, compiles in a small pool of threads with large stacks."""
-        declared = {bucket: declare(spec, layout, dtype, bucket) for bucket in buckets}
+        kv_rows = max(buckets)
+        declared = {bucket: declare(spec, layout, dtype, bucket, kv_rows) for bucket in buckets}
         lowered = {
             (bucket, name): program.trace().lower()
             for bucket, programs in declared.items()
             for name, program in programs.items()
         }
-        with tqdm(total=len(lowered), desc="compiling", disable=None if progress else True) as bar:
-
-            def build(low: stages.Lowered) -> stages.Compiled:
-                compiled = low.compile()
-                bar.update()
-                return compiled
-
-            pending = _submit_all(build, lowered)
-            compiled = {key: future.result() for key, future in pending.items()}
+        new_kv = DeclaredProgram(partial(empty_kv, spec.config, jnp.dtype(dtype), kv_rows), ())
+        compiled = compile_all(lowered | {(0, "new_kv"): new_kv.trace().lower()}, progress=progress)
         by_bucket = {}
         for bucket, programs in declared.items():
             executables = {name: compiled[bucket, name] for name in programs}
@@ -81,7 +82,20 @@ class Programs:
                 for name, program in programs.items()
             }
             by_bucket[bucket] = _bucket_programs(spec, bucket, executables, pass_bytes(memory))
-        return cls(by_bucket)
+        return cls(by_bucket, compiled[0, "new_kv"])
+
+
+def compile_all[K](lowered: dict[K, stages.Lowered], *, progress: bool = False) -> dict[K, stages.Compiled]:
+    """Compiles in a small pool of threads with large stacks."""
+    with tqdm(total=len(lowered), desc="compiling", disable=None if progress else True) as bar:
+
+        def build(low: stages.Lowered) -> stages.Compiled:
+            compiled = low.compile()
+            bar.update()
+            return compiled
+
+        pending = _submit_all(build, lowered)
+        return {key: future.result() for key, future in pending.items()}
 
 
 def _submit_all[K](build: Callable[[stages.Lowered], stages.Compiled], lowered: dict[K, stages.Lowered]):

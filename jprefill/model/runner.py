@@ -8,6 +8,7 @@ import numpy as np
 
 from jprefill.config import DType, EngineConfig
 from jprefill.errors import ConfigError
+from jprefill.kvstore.device_pool import DevicePool, MoveTable
 from jprefill.model.config import ModelConfig
 from jprefill.model.declared import HEAD_SIZES, HeadSize
 from jprefill.model.heads import HeadWeights, Reads, RowScores
@@ -16,7 +17,7 @@ from jprefill.model.layouts import KeyValues, LayoutSpec
 from jprefill.model.programs import BucketPrograms, Programs
 from jprefill.model.weights import EMBED, FINAL_NORM, head_name, layer_leaves, layer_name, quantization_of
 from jprefill.pallas.attention import KeyRanges, default_implementation
-from jprefill.types import Batch, BatchScores
+from jprefill.types import Batch, BatchScores, BlockMoves
 
 
 class HeadCall(NamedTuple):
@@ -40,9 +41,16 @@ class Runner:
         settings: EngineConfig,
         buckets: tuple[int, ...],
         *,
+        pool: DevicePool | None = None,
         progress: bool = False,
     ):
+        """Compiles everything but the pool's programs.
+
+        Args:
+          pool: where `Batch.loads` come from and `Batch.keeps` go to; its `kv_rows` is the last bucket.
+        """
         self.config = config
+        self.pool = pool
         self.vocab_size = config.vocab_size
         spec = layout_spec(config, weights, settings)
         leaves = layer_leaves(config, np.dtype(settings.dtype), spec.quantization)
@@ -52,30 +60,53 @@ class Runner:
         self.programs = Programs.compile(spec, settings.layout, settings.dtype, buckets, progress=progress)
         self.buckets = self.programs.buckets
         self.dtype: DType = settings.dtype
+        self._kv: KeyValues | None = self.programs.new_kv()
 
     def run(self, batch: Batch) -> BatchScores:
         """One forward pass. Blocks until the scores are on the host.
 
         Raises:
-          jax.errors.JaxRuntimeError: the device failed; nothing of the batch was kept.
+          jax.errors.JaxRuntimeError: the device failed. The next pass gets a new KV buffer; blocks that this one was
+            to keep hold anything, and the pool needs a `reset` if there were such blocks.
         """
         programs = self.programs.of(len(batch.token_ids))
         num_chunks = jax.device_put(np.int32(-(-batch.num_tokens // programs.chunk_size)))
-        x, kv, rows = programs.embed(self._table, batch.token_ids, _rows(batch))
-        *front, last = self._layers
-        for layer in front:
-            x, kv = programs.layer(x, kv, layer, rows, num_chunks)
-        if programs.fill_kv is None:
-            x, kv = programs.layer(x, kv, last, rows, num_chunks)
-        else:
-            kv = programs.fill_kv(x, kv, last, rows, num_chunks)
-        return self._read(programs, batch, x, kv, rows)
+        x, rows = programs.embed(self._table, batch.token_ids, _rows(batch))
+        pool, loads, keeps = self.pool, self._table_of(batch.loads), self._table_of(batch.keeps)
+        kv = self._take_kv()
+        for number, layer in enumerate(self._layers):
+            if pool is not None and loads is not None:
+                kv = pool.load(kv, number, loads)
+            if programs.fill_kv is not None and number == self.config.num_layers - 1:
+                kv = programs.fill_kv(x, kv, layer, rows, num_chunks)
+            else:
+                x, kv = programs.layer(x, kv, layer, rows, num_chunks)
+            if pool is not None and keeps is not None:
+                pool.keep(number, kv, keeps)
+        scores = self._read(programs, batch, x, kv, rows)
+        # Attention may multiply stale rows by 0, which only finite ones survive.
+        self._kv = kv if np.isfinite(scores.top_logprobs).all() else None
+        return scores
 
     def warm_up(self) -> None:
         """Runs every executable once, so that the first request finds the device as later ones do."""
+        if self.pool is not None:
+            self._kv = self.pool.warm_up(self._take_kv())
         for bucket in self.buckets:
             for size in HEAD_SIZES:
                 self.run(_one_token(bucket, size.num_rows))
+
+    def _take_kv(self) -> KeyValues:
+        """The KV buffer. A pass that fails does not bring it back: its programs took it, and the next makes another."""
+        kv, self._kv = self._kv, None
+        return self.programs.new_kv() if kv is None else kv
+
+    def _table_of(self, moves: BlockMoves) -> MoveTable | None:
+        if not len(moves.blocks):
+            return None
+        if self.pool is None:
+            raise ValueError("the batch moves blocks, but the runner has no pool")
+        return self.pool.table(moves)
 
     def _read(self, programs: BucketPrograms, batch: Batch, x: jax.Array, kv: KeyValues, rows: Rows) -> BatchScores:
         """Head calls over all read rows; all are dispatched before the first is awaited."""

@@ -18,7 +18,9 @@ class CompileJob:
     Attributes:
       bucket: padded length in tokens; see `declare`.
       attention: implementation name in `jprefill.pallas.attention`.
-      programs: names in `declare(...)`; empty: all of them.
+      programs: names in `declare(...)` and, with a pool, in `declare_pool(...)`; empty: all of them.
+      num_blocks: of a device pool; 0: none.
+      block_size: of the pool's blocks, in tokens.
     """
 
     config: ModelConfig
@@ -29,6 +31,8 @@ class CompileJob:
     dtype: DType = "bfloat16"
     quantization: Quantization | None = None
     programs: tuple[str, ...] = ()
+    num_blocks: int = 0
+    block_size: int = 16
 
     @property
     def title(self) -> str:

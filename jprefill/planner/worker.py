@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from jprefill.errors import JPrefillError
+from jprefill.kvstore.device_pool import PoolShape, declare_pool
 from jprefill.model.declared import DeclaredProgram, declare
 from jprefill.model.layouts import LayoutSpec
 from jprefill.model.memory import ProgramMemory
@@ -65,6 +66,9 @@ class Worker:
     def _declared(self, job: CompileJob) -> Iterator[tuple[str, DeclaredProgram]]:
         spec = LayoutSpec(job.config, job.chunk_size, job.attention, quantization=job.quantization)
         programs = declare(spec, job.layout, job.dtype, job.bucket, sharding=self._sharding)
+        if job.num_blocks:
+            shape = PoolShape(job.config.num_layers, job.num_blocks, job.block_size, job.bucket)
+            programs |= declare_pool(job.config, job.dtype, shape, sharding=self._sharding)
         yield from ((name, programs[name]) for name in job.programs or programs)
 
     def _lower(self, number: int, name: str, program: DeclaredProgram) -> stages.Lowered | None:

@@ -1,77 +1,24 @@
-"""From waiting requests to one batch: which items ride together, and the integer vectors that keep them apart."""
+"""From pieces to one batch: the integer vectors that keep them apart, and which blocks move where.
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+    KV rows     | cached A          | new A | item 0 | item 1 | cached B | item of B | another item of B |
+    token rows  | new A | item 0 | item 1 | item of B | another item of B |
+
+Cached blocks that several pieces share are loaded once. Segments and cached prefixes start on the grid (see `pieces`).
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from jprefill.scheduler.queue import PendingRequest
-from jprefill.types import Batch, BatchScores, Item, ItemScores
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Piece:
-    """The items `[first_item, end_item)` of one request, with its prefix in front of them."""
-
-    pending: PendingRequest
-    first_item: int
-    end_item: int
-
-    @property
-    def items(self) -> tuple[Item, ...]:
-        """The items that ride in this batch."""
-        return self.pending.request.items[self.first_item : self.end_item]
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the batch that the piece takes."""
-        return len(self.pending.request.prefix) + sum(len(item.token_ids) for item in self.items)
-
-
-def plan_batch(ordered: Iterable[PendingRequest], max_tokens: int) -> list[Piece]:
-    """Takes whole requests in order while they fit.
-
-    The first request is taken in any case: if not all its items fit, as many as do; the rest follow in later batches.
-    Any single item with its prefix fits, because admission refused longer ones.
-    """
-    pieces: list[Piece] = []
-    room = max_tokens
-    for pending in ordered:
-        if pending.must_run_alone and pieces:
-            break
-        piece = _largest_piece(pending, room)
-        is_whole = piece is not None and piece.end_item == len(pending.request.items)
-        if piece is None or (pieces and not is_whole):
-            break
-        pieces.append(piece)
-        room -= piece.num_tokens
-        if pending.must_run_alone or not is_whole:
-            break
-    return pieces
-
-
-def _largest_piece(pending: PendingRequest, room: int) -> Piece | None:
-    """The request's next items, as many as fit in `room` tokens behind its prefix; None if not even one does."""
-    items = pending.request.items
-    room -= len(pending.request.prefix)
-    end = pending.next_item
-    while end < len(items) and len(items[end].token_ids) <= room:
-        room -= len(items[end].token_ids)
-        end += 1
-    return Piece(pending, pending.next_item, end) if end > pending.next_item else None
+from jprefill.scheduler.pieces import Piece, Segment, ceil
+from jprefill.types import Batch, BatchScores, BlockMoves, ItemScores
 
 
 def pack(pieces: Sequence[Piece], bucket: int) -> Batch:
-    """Lays the pieces out in one buffer of `bucket` rows; see `Batch` for the picture."""
+    """Lays the pieces out in a batch of `bucket` token rows; see `Batch` for the picture."""
     packed = _Buffer(bucket)
     for piece in pieces:
-        prefix = piece.pending.request.prefix
-        prefix_lo = packed.add_segment(prefix, first_position=0, prefix=(0, 0))
-        for item in piece.items:
-            start = packed.add_segment(
-                item.token_ids, first_position=len(prefix), prefix=(prefix_lo, prefix_lo + len(prefix))
-            )
-            packed.add_reads(item, start)
+        packed.add(piece)
     return packed.finish()
 
 
@@ -85,30 +32,75 @@ class _Buffer:
         self.token_ids, self.positions = full(0), full(0)
         self.prefix_lo, self.prefix_hi, self.self_lo, self.self_pos = full(0), full(0), full(0), full(-1)
         self.num_tokens = 0
+        self.num_kv_rows = 0
+        self.regions: dict[int, int] = {}  # a block that is loaded -> the first KV row of its prompt's prefix
+        self.loads: list[tuple[int, int]] = []
+        self.keeps: list[tuple[int, int]] = []
         self.rows: list[np.ndarray] = []
         self.pair_rows: list[np.ndarray] = []
         self.pair_ids: list[np.ndarray] = []
         self.num_rows = 0
 
-    def add_segment(self, token_ids: np.ndarray, *, first_position: int, prefix: tuple[int, int]) -> int:
-        """Appends tokens that see `prefix` and, causally, each other; returns their first row."""
-        start, end = self.num_tokens, self.num_tokens + len(token_ids)
-        here = slice(start, end)
-        self.token_ids[here] = token_ids
-        self.positions[here] = np.arange(first_position, first_position + len(token_ids), dtype=np.int32)
+    def add(self, piece: Piece) -> None:
+        """The piece's cached prefix, then its segments."""
+        region = self._region(piece)
+        segments = list(piece.segments())
+        if piece.needs_own_region:  # new rows of the prefix follow the cached ones without a gap
+            self._place(segments.pop(0), (region, region + piece.num_cached), region + piece.num_cached)
+        for segment in segments:
+            start = ceil(self.num_kv_rows, piece.grid)
+            row = self._place(segment, (region, region + piece.cut), start)
+            self._add_reads(segment, row)
+        first = segments[0] if piece.is_one_segment else None
+        self._add_keeps(piece, region if first is None else self.num_kv_rows - len(first.token_ids) - piece.num_cached)
+
+    def _region(self, piece: Piece) -> int:
+        """The first KV row of the piece's prefix, whose cached blocks are loaded unless another piece did."""
+        blocks = piece.lease.cached
+        if blocks and not piece.needs_own_region and blocks[-1] in self.regions:
+            return self.regions[blocks[-1]]
+        region = ceil(self.num_kv_rows, piece.grid)
+        self.loads += [(block, region + i * piece.block_size) for i, block in enumerate(blocks)]
+        self.regions |= dict.fromkeys(blocks, region)
+        self.num_kv_rows = region + piece.num_cached
+        return region
+
+    def _place(self, segment: Segment, prefix: tuple[int, int], start: int) -> int:
+        """Appends tokens that see `prefix` and, causally, each other; returns their first token row.
+
+        Args:
+          start: their first KV row.
+        """
+        num_tokens = len(segment.token_ids)
+        first_row = self.num_tokens
+        here = slice(first_row, first_row + num_tokens)
+        self.token_ids[here] = segment.token_ids
+        self.positions[here] = np.arange(segment.first_position, segment.first_position + num_tokens, dtype=np.int32)
         self.prefix_lo[here], self.prefix_hi[here] = prefix
         self.self_lo[here] = start
-        self.self_pos[here] = np.arange(start, end, dtype=np.int32)
-        self.num_tokens = end
-        return start
+        self.self_pos[here] = np.arange(start, start + num_tokens, dtype=np.int32)
+        self.num_tokens += num_tokens
+        self.num_kv_rows = start + num_tokens
+        return first_row
 
-    def add_reads(self, item: Item, start: int) -> None:
-        """Asks for the item's rows, shifted to where the item lies."""
+    def _add_reads(self, segment: Segment, row: int) -> None:
+        """Asks for the rows of the segment's item, shifted to where they lie."""
+        item = segment.item
+        if item is None:
+            return
         num_rows, num_targets = item.targets.shape
-        self.rows.append(item.rows + np.int32(start))
+        self.rows.append(item.rows + np.int32(row + segment.shift))
         self.pair_rows.append(np.repeat(np.arange(num_rows, dtype=np.int32), num_targets) + np.int32(self.num_rows))
         self.pair_ids.append(item.targets.reshape(-1))
         self.num_rows += num_rows
+
+    def _add_keeps(self, piece: Piece, origin: int) -> None:
+        """Blocks that are kept lie in rows that were computed; `origin` is where the prompt's token 0 would lie."""
+        kept = piece.lease.reservation
+        if kept is not None:
+            self.keeps += [
+                (block, origin + (kept.first + i) * piece.block_size) for i, block in enumerate(kept.blocks.tolist())
+            ]
 
     def finish(self) -> Batch:
         """The batch, padded to the bucket."""
@@ -123,7 +115,14 @@ class _Buffer:
             read_rows=np.concatenate(self.rows),
             pair_rows=np.concatenate(self.pair_rows),
             pair_ids=np.concatenate(self.pair_ids),
+            loads=_moves(self.loads),
+            keeps=_moves(self.keeps),
         )
+
+
+def _moves(pairs: Sequence[tuple[int, int]]) -> BlockMoves:
+    blocks, rows = np.asarray(pairs, np.int32).reshape(-1, 2).T
+    return BlockMoves(blocks.copy(), rows.copy())
 
 
 def unpack(pieces: Sequence[Piece], scores: BatchScores) -> list[list[ItemScores]]:

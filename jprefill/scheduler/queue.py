@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from jprefill.errors import DeadlineExceededError, NotReadyError, QueueFullError
+from jprefill.kvstore.hashing import BlockKeys
 from jprefill.types import ItemScores, ScoreRequest, ScoreResult
 
 
@@ -19,11 +20,13 @@ class PendingRequest:
 
     request: ScoreRequest
     future: "Future[ScoreResult]"
+    keys: BlockKeys
     submitted_s: float = field(default_factory=time.monotonic)
     started_s: float | None = None
     device_s: float = 0.0
     next_item: int = 0
     num_cached_tokens: int = 0
+    num_kept_tokens: int = 0
     must_run_alone: bool = False
     scores: list[ItemScores] = field(default_factory=list)
 

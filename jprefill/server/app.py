@@ -1,9 +1,10 @@
 """`create_app`: the FastAPI application around one scorer."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ from jprefill.server.limits import Limits
 from jprefill.server.openapi import document_bodies
 from jprefill.server.replies import http_error_response
 from jprefill.server.state import ServerState
+from jprefill.server.traffic import log_traffic
 
 logger = logging.getLogger("jprefill.server")
 _ROUTES = (routes_decisions, routes_score, routes_models, routes_tokenize, routes_health)
@@ -34,12 +36,17 @@ def create_app(load: Callable[[], Scorer], config: ServerConfig, limits: Limits 
     Returns:
       An app whose `app.state.server` is its `ServerState`.
     """
-    state = ServerState(config, limits or Limits())
+    limits = limits or Limits()
+    state = ServerState(config, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         threading.Thread(target=_load, args=(load, state), name="jprefill-load", daemon=True).start()
+        traffic = asyncio.create_task(log_traffic(state.engine_stats, limits.log_interval_s))
         yield
+        traffic.cancel()
+        with suppress(asyncio.CancelledError):
+            await traffic
         state.close(timeout_s=0.0)
 
     # Redirects between /x and /x/ would be built from the Host header, which clients forge.

@@ -29,12 +29,18 @@ class Keys:
         """
         if not self._digests or scope["path"] in OPEN_PATHS:
             return
-        scheme, _, sent = (header(scope, b"authorization") or "").partition(" ")
-        digest = _digest(sent.strip().encode("latin-1"))
+        key = sent_key(scope)
+        digest = _digest(key.encode("latin-1"))
         # Every key is compared, and digests have one length: the time tells nothing about the keys.
         matches = [secrets.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        if not key or not any(matches):
             raise AuthenticationError("the API key is missing or wrong: send Authorization: Bearer KEY")
+
+
+def sent_key(scope: Scope) -> str:
+    """The key in `Authorization: Bearer KEY`, one character per byte; empty if there is none."""
+    scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: bytes) -> bytes:

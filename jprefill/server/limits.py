@@ -27,6 +27,7 @@ class Limits:
       max_prompt_chars: of all prompts of one request, a shared text counted once per prompt, because that
         is what gets tokenised.
       retry_after_s: what a 503 tells the client.
+      log_interval_s: between two log lines about the engine's traffic.
     """
 
     header_timeout_s: float = 10.0
@@ -43,3 +44,4 @@ class Limits:
     max_prompts: int = 65_536
     max_prompt_chars: int = 64 * 2**20
     retry_after_s: float = 5.0
+    log_interval_s: float = 10.0

@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jprefill.server.record import RequestRecord
-from jprefill.types import EngineStats
+from jprefill.types import EngineStats, TierStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -24,6 +24,7 @@ _COUNTERS = {
     "num_batches": ("jprefill_batches", "Forward passes."),
     "num_prompt_tokens": ("jprefill_prompt_tokens", "Prompt tokens as callers count them."),
     "num_cached_tokens": ("jprefill_cached_tokens", "Prompt tokens that were not computed again."),
+    "num_kept_tokens": ("jprefill_kept_tokens", "Prompt tokens whose KV was added to the prefix store."),
     "num_computed_tokens": ("jprefill_computed_tokens", "Tokens that passes computed."),
     "num_compiles_after_start": (
         "jprefill_compiles_after_start",
@@ -31,6 +32,26 @@ _COUNTERS = {
     ),
     "device_busy_s": ("jprefill_device_busy_seconds", "Time that passes spent on the device."),
 }
+
+
+# One series per tier of the prefix store, there from the start: of a tier that is not set up, all are 0.
+_TIERS = ("device", "host", "disk")
+_TIER_GAUGES = {
+    "num_blocks": ("jprefill_kv_blocks", "Blocks in a tier of the prefix store."),
+    "num_bytes": ("jprefill_kv_bytes", "Bytes of these blocks."),
+    "max_bytes": ("jprefill_kv_max_bytes", "Bytes that the tier may hold."),
+    "is_on": ("jprefill_kv_tier_on", "1 while the tier works; 0 if a fault switched it off, or it is not set up."),
+}
+_TIER_COUNTERS = {
+    "num_hits": ("jprefill_kv_hits", "Blocks found in the tier."),
+    "num_misses": ("jprefill_kv_misses", "Blocks found neither in the tier nor in a faster one."),
+    "num_insertions": ("jprefill_kv_insertions", "Blocks that were put into the tier."),
+    "num_evictions": ("jprefill_kv_evictions", "Blocks that left the tier for others."),
+    "num_restores": ("jprefill_kv_restores", "Blocks brought from the tier to the device."),
+    "restore_s": ("jprefill_kv_restore_seconds", "Time that this took."),
+    "num_errors": ("jprefill_kv_errors", "Faults of the tier; each was a miss for its request."),
+}
+_NO_TIER = TierStats(is_on=False)
 
 
 class Metrics:
@@ -88,3 +109,14 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(name, text, getattr(stats, field))
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(name, text, getattr(stats, field))
+        for field, (name, text) in _TIER_GAUGES.items():
+            yield _by_tier(GaugeMetricFamily(name, text, labels=["tier"]), stats, field)
+        for field, (name, text) in _TIER_COUNTERS.items():
+            yield _by_tier(CounterMetricFamily(name, text, labels=["tier"]), stats, field)
+
+
+def _by_tier[M: (GaugeMetricFamily, CounterMetricFamily)](family: M, stats: EngineStats, field: str) -> M:
+    """Adds the field's value of every tier."""
+    for tier in _TIERS:
+        family.add_metric([tier], float(getattr(stats.tiers.get(tier, _NO_TIER), field)))
+    return family

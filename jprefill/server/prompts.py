@@ -48,8 +48,3 @@ def check_all_fit(shared: int, parts: Sequence[int], max_model_len: int, limits:
             f"is {limits.max_prompt_chars}: send fewer {param}",
             param=param,
         )
-
-
-def join_salts(cache_salt: str | None, prompt_cache_key: str | None) -> str:
-    """One salt from both fields. Neither may hold a slash, so two different pairs never meet."""
-    return f"{cache_salt or ''}/{prompt_cache_key or ''}" if cache_salt or prompt_cache_key else ""

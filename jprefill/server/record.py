@@ -18,6 +18,7 @@ class RequestRecord:
     """Filled in while the request passes; owned by its own task, so no lock.
 
     `request_id` is the caller's where it sent a usable one: it is echoed and logged, and never a key.
+    The caller learns what was in the prefix store only if `tells_cached`; the log always does.
     """
 
     request_id: str
@@ -29,6 +30,8 @@ class RequestRecord:
     model: str | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
+    num_kept_tokens: int | None = None
+    tells_cached: bool = False
     num_items: int | None = None
     queue_s: float = 0.0
     tokenize_s: float = 0.0
@@ -55,8 +58,9 @@ class RequestRecord:
                 "x-inference-time": _ms(self.device_s),
                 "x-tokenization-time": _ms(self.tokenize_s),
                 "x-prompt-tokens": str(self.num_prompt_tokens),
-                "x-cached-tokens": str(self.num_cached_tokens or 0),
             }
+            if self.tells_cached:
+                pairs["x-cached-tokens"] = str(self.num_cached_tokens or 0)
         return [(name.encode(), value.encode()) for name, value in pairs.items()]
 
     def log_fields(self) -> dict[str, Any]:
@@ -68,6 +72,7 @@ class RequestRecord:
             "model": self.model,
             "n_prompt": self.num_prompt_tokens,
             "n_cached": self.num_cached_tokens,
+            "n_kept": self.num_kept_tokens,
             "n_items": self.num_items,
             "queue_ms": round(self.queue_s * 1e3, 3),
             "tok_ms": round(self.tokenize_s * 1e3, 3),

@@ -12,9 +12,11 @@ from jprefill.errors import InvalidRequestError, UnsupportedFeatureError
 from jprefill.scorer import Scorer
 from jprefill.server.body import parse
 from jprefill.server.openapi import json_body
-from jprefill.server.prompts import check_all_fit, join_salts
+from jprefill.server.prompts import check_all_fit
+from jprefill.server.salts import check_salts
 from jprefill.server.schemas import DecisionsBody
 from jprefill.server.state import ServerState
+from jprefill.server.usage import decisions_usage
 from jprefill.server.work import Plan, answer
 from jprefill.tasks.decide import Decisions, decide_job
 
@@ -56,22 +58,24 @@ def build(state: ServerState, scorer: Scorer, body: bytes) -> Plan:
         raise UnsupportedFeatureError("joint is for diffusion models and is not served", param="joint")
     for i, question in enumerate(sent.questions):
         _check_openai_shape(question, i)
-    text = sent.input if isinstance(sent.input, str) else list(map(_without_cache_hints, sent.input))
+    salts = check_salts(sent.cache_salt, sent.prompt_cache_key)
     max_model_len = scorer.engine.max_model_len
     sizes = [_num_chars(question) for question in sent.questions]
-    check_all_fit(_num_chars(text), sizes, max_model_len, state.limits, "questions")
+    check_all_fit(_num_chars(sent.input), sizes, max_model_len, state.limits, "questions")
     job = decide_job(
         scorer.tokenizer,
         scorer.chat_template,
-        text,
+        sent.input,
         sent.questions,
         return_prompt_token_ids=bool(sent.return_prompt_token_ids),
         prompt_format_version=sent.prompt_format_version,
         max_questions=state.config.max_questions,
         max_model_len=max_model_len,
+        mark_prefix=sent.prompt_cache_key is not None,
+        cache_mode=(sent.prompt_cache_options and sent.prompt_cache_options.mode) or "implicit",
     )
-    salt = join_salts(sent.cache_salt, sent.prompt_cache_key)
-    return Plan(job, lambda decisions: _reply(decisions, model), model, salt)
+    tells_cached = state.config.report_cached_tokens
+    return Plan(job, lambda decisions: _reply(decisions, model, tells_cached), model, salts)
 
 
 def _check_openai_shape(question: Mapping[str, Any], i: int) -> None:
@@ -88,20 +92,6 @@ def _check_openai_shape(question: Mapping[str, Any], i: int) -> None:
         )
 
 
-def _without_cache_hints(message: dict[str, Any]) -> dict[str, Any]:
-    """Drops `prompt_cache_breakpoint` from the parts: a hint, and prefixes are found without it."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    parts = [
-        {key: value for key, value in part.items() if key != "prompt_cache_breakpoint"}
-        if isinstance(part, dict)
-        else part
-        for part in content
-    ]
-    return {**message, "content": parts}
-
-
 def _num_chars(value: Any) -> int:
     """Characters of all texts in `value`. The parser bounds the depth."""
     if isinstance(value, str):
@@ -111,21 +101,11 @@ def _num_chars(value: Any) -> int:
     return sum(map(_num_chars, value)) if isinstance(value, list) else 0
 
 
-def _reply(decisions: Decisions, model: str) -> dict[str, Any]:
-    """OpenAI's reply; every sub-key of `usage` is required by its client."""
-    num_input, num_output = decisions.usage.num_prompt_tokens, len(decisions.answers)
+def _reply(decisions: Decisions, model: str, tells_cached: bool) -> dict[str, Any]:
+    """OpenAI's reply."""
     return {
         "model": model,
         "prompt_format_version": decisions.prompt_format_version,
         "answers": decisions.to_dicts(),
-        "usage": {
-            "input_tokens": num_input,
-            "input_tokens_details": {
-                "cached_tokens": decisions.usage.num_cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": num_input + num_output,
-        },
+        "usage": decisions_usage(decisions.usage, len(decisions.answers), tells_cached=tells_cached),
     }

@@ -12,9 +12,11 @@ from jprefill.errors import InvalidRequestError, UnsupportedFeatureError
 from jprefill.scorer import Scorer
 from jprefill.server.body import parse
 from jprefill.server.openapi import json_body
-from jprefill.server.prompts import check_all_fit, join_salts
+from jprefill.server.prompts import check_all_fit
+from jprefill.server.salts import check_salts
 from jprefill.server.schemas import ScoreBody
 from jprefill.server.state import ServerState
+from jprefill.server.usage import score_usage
 from jprefill.server.work import Plan, answer
 from jprefill.tasks.score import LabelScores, score_job
 
@@ -50,6 +52,7 @@ def build(state: ServerState, scorer: Scorer, body: bytes) -> Plan:
     sent = parse(_decoder, body)
     model = state.model_names()[0] if sent.model in (None, "", "default") else state.check_model(sent.model)
     query, items = _check_shape(sent)
+    salts = check_salts(sent.cache_salt, sent.prompt_cache_key)
     engine = scorer.engine
     check_all_fit(len(query), [len(item) for item in items], engine.max_model_len, state.limits, "items")
     try:
@@ -63,10 +66,12 @@ def build(state: ServerState, scorer: Scorer, body: bytes) -> Plan:
             temperature=1.0 if sent.temperature is None else sent.temperature,
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
+            mark_prefix=sent.prompt_cache_key is not None,
         )
     except InvalidRequestError as error:
         raise _in_wire_words(error) from error
-    return Plan(job, lambda scores: _reply(sent, scores, model), model, join_salts(sent.cache_salt, None))
+    tells_cached = state.config.report_cached_tokens
+    return Plan(job, lambda scores: _reply(sent, scores, model, tells_cached), model, salts)
 
 
 def _check_shape(sent: ScoreBody) -> tuple[str | list[int], list[str | list[int]]]:
@@ -103,22 +108,17 @@ def _in_wire_words(error: InvalidRequestError) -> InvalidRequestError:
     return type(error)(message.replace("label_ids", "label_token_ids"), param=param)
 
 
-def _reply(sent: ScoreBody, scores: LabelScores, model: str) -> dict[str, Any]:
+def _reply(sent: ScoreBody, scores: LabelScores, model: str, tells_cached: bool) -> dict[str, Any]:
     """SGLang's reply, and `label_mass` per item besides."""
     if sent.apply_softmax:
         rows = [item.probabilities for item in scores.items]
     else:
         rows = [tuple(map(math.exp, item.logprobs)) for item in scores.items]
-    usage = scores.usage
     return {
         "object": "scoring",
         "model": model,
         "scores": rows,
         "label_mass": [item.label_mass for item in scores.items],
         "token_logprobs": [item.logprobs for item in scores.items] if sent.return_token_logprobs else None,
-        "usage": {
-            "prompt_tokens": usage.num_prompt_tokens,
-            "total_tokens": usage.num_prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        },
+        "usage": score_usage(scores.usage, tells_cached=tells_cached),
     }

@@ -4,8 +4,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-_Salt = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*\Z")]
-_SALT_RULE = "1 to 128 characters, none of @ / \\ NUL"
+from jprefill.server.salts import SALT_PATTERN, SALT_RULE
+
+# The rule is only documented here: `check_salts` says it in words, where a regex in a message would not help.
+_Salt = Annotated[str, Meta(description=SALT_RULE, extra_json_schema={"pattern": SALT_PATTERN})]
 
 
 def is_sent(raw: Raw | UnsetType) -> bool:
@@ -14,7 +16,10 @@ def is_sent(raw: Raw | UnsetType) -> bool:
 
 
 class PromptCacheOptions(Struct, forbid_unknown_fields=True):
-    """OpenAI's cache hints; accepted, since reuse here never changes an answer."""
+    """OpenAI's cache hints. `explicit` without a breakpoint in the input leaves the prefix store alone.
+
+    Any `ttl` is met: what is stored leaves when room is needed, not by the clock.
+    """
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
@@ -24,16 +29,17 @@ class DecisionsBody(Struct, forbid_unknown_fields=True):
     """`POST /v1/decisions`.
 
     `input` is a text or user messages with `input_text` parts. A question has a `type` (`predicate`,
-    `choice`, `score`), `instructions`, an optional `name`, and `choices` or `levels`.
+    `choice`, `score`), `instructions`, an optional `name`, and `choices` or `levels`. Stored prefixes are shared only
+    by requests with the same `cache_salt` and `prompt_cache_key`; with a key, the input's is kept.
     """
 
     model: str
     input: str | list[dict[str, Any]]
     questions: list[dict[str, Any]]
-    prompt_cache_key: Annotated[_Salt, Meta(description=_SALT_RULE)] | None = None
+    prompt_cache_key: _Salt | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     safety_identifier: Annotated[str, Meta(max_length=128)] | None = None
-    cache_salt: Annotated[_Salt, Meta(description=_SALT_RULE)] | None = None
+    cache_salt: _Salt | None = None
     joint: bool | None = None
     prompt_format_version: int | None = None
     return_prompt_token_ids: bool | None = None
@@ -42,7 +48,8 @@ class DecisionsBody(Struct, forbid_unknown_fields=True):
 class ScoreBody(Struct):
     """`POST /v1/score`, in SGLang's shape; `labels` (texts) may stand in for `label_token_ids`.
 
-    The fields after `cache_salt` belong to other products and are refused by name when they are sent.
+    Stored prefixes are shared only by requests with the same `cache_salt` and `prompt_cache_key`; with a key, the
+    query's is kept. The fields after it belong to other products and are refused by name when they are sent.
     """
 
     model: str | None = None
@@ -54,7 +61,8 @@ class ScoreBody(Struct):
     temperature: float | None = None
     item_first: bool | None = None
     return_token_logprobs: bool | None = None
-    cache_salt: Annotated[_Salt, Meta(description=_SALT_RULE)] | None = None
+    cache_salt: _Salt | None = None
+    prompt_cache_key: _Salt | None = None
     score_extraction_token: Raw | UnsetType = UNSET
     queries: Raw | UnsetType = UNSET
     documents: Raw | UnsetType = UNSET

@@ -13,6 +13,7 @@ from jprefill.errors import ModelNotFoundError, NotReadyError, QueueFullError
 from jprefill.scorer import Scorer
 from jprefill.server.limits import Limits
 from jprefill.server.metrics import Metrics
+from jprefill.types import EngineStats
 
 Phase = Literal["loading", "ready", "draining", "failed"]
 
@@ -34,7 +35,7 @@ class ServerState:
         self.num_answered = 0
         self.num_held_bytes = 0
         self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="jprefill-tokenize")
-        self.metrics = Metrics(lambda: self._scorer and self._scorer.engine.stats(), lambda: self.num_open)
+        self.metrics = Metrics(self.engine_stats, lambda: self.num_open)
         self._scorer: Scorer | None = None
         self._is_closed = False
 
@@ -57,6 +58,10 @@ class ServerState:
     def is_ready(self) -> bool:
         """Readiness: requests are welcome here."""
         return self.phase == "ready" and self.is_alive
+
+    def engine_stats(self) -> EngineStats | None:
+        """One look at the engine's counters; None before it is loaded."""
+        return self._scorer and self._scorer.engine.stats()
 
     def scorer(self) -> Scorer:
         """The scorer, for new work.

@@ -14,9 +14,11 @@ from starlette.types import Receive
 
 from jprefill.errors import EngineError, InvalidRequestError, NotReadyError, RequestCancelledError
 from jprefill.scorer import Scorer
+from jprefill.server.auth import sent_key
 from jprefill.server.body import decode_body, read_body
 from jprefill.server.record import SCOPE_KEY, RequestRecord, header
 from jprefill.server.replies import json_response
+from jprefill.server.salts import join_salts
 from jprefill.server.state import ServerState, state_of
 from jprefill.tasks.job import Job
 from jprefill.types import ScoreRequest, ScoreResult
@@ -34,13 +36,13 @@ class Plan:
       job: its token requests.
       reply: turns the job's answer into the reply's content; `Job.finish` has run by then.
       model: the name that is echoed.
-      salt: put on every request of the job.
+      salts: parts of the salt that is put on every request of the job, as the caller named them.
     """
 
     job: Job[Any]
     reply: Callable[[Any], Any]
     model: str
-    salt: str = ""
+    salts: tuple[str | None, ...]
 
 
 async def run_in_pool[T](state: ServerState, function: Callable[..., T], *args: Any) -> T:
@@ -76,10 +78,11 @@ async def answer(request: Request, build: Callable[[ServerState, Scorer, bytes],
     state = state_of(request)
     record: RequestRecord = request.scope[SCOPE_KEY]
     deadline_s = _deadline_s(header(request.scope, b"x-request-timeout-ms"), record, state)
+    key = sent_key(request.scope) if state.config.default_salt_per_api_key else None
     state.scorer()  # not ready: say so before the body is read
     body = await read_request_body(request)
     with state.holding(len(body)):
-        return await until_gone(request.receive, _work(state, record, body, deadline_s, build))
+        return await until_gone(request.receive, _work(state, record, body, build, key, deadline_s))
 
 
 async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -112,17 +115,20 @@ async def _work(
     state: ServerState,
     record: RequestRecord,
     body: bytes,
-    deadline_s: float | None,
     build: Callable[[ServerState, Scorer, bytes], Plan],
+    key: str | None,
+    deadline_s: float | None,
 ) -> Response:
     scorer = state.loaded_scorer()  # a drain that began while the body came in does not turn this request away
     started_s = time.monotonic()
     plan = await run_in_pool(state, build, state, scorer, body)
     record.tokenize_s = time.monotonic() - started_s
     record.model = plan.model
-    requests = [replace(r, deadline_s=deadline_s, salt=plan.salt) for r in plan.job.requests]
+    salt = join_salts(key, *plan.salts)
+    requests = [replace(r, deadline_s=deadline_s, salt=salt) for r in plan.job.requests]
     results = await _submit_all(scorer, requests)
     _note(record, requests, results)
+    record.tells_cached = state.config.report_cached_tokens
 
     def finish() -> Response:
         return json_response(plan.reply(plan.job.finish(results)))
@@ -148,6 +154,7 @@ def _note(record: RequestRecord, requests: Sequence[ScoreRequest], results: Sequ
     record.num_items = sum(len(request.items) for request in requests)
     record.num_prompt_tokens = sum(result.usage.num_prompt_tokens for result in results)
     record.num_cached_tokens = sum(result.usage.num_cached_tokens for result in results)
+    record.num_kept_tokens = sum(result.usage.num_kept_tokens for result in results)
     record.queue_s = max(result.timings.queue_s for result in results)
     record.device_s = max(result.timings.device_s for result in results)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jprefill.errors import InvalidRequestError, UnsupportedFeatureError
 from jprefill.tasks.encoding import encode_all
 from jprefill.tasks.frames import to_frame
-from jprefill.tasks.inputs import Ids, TextOrIds, as_ids, check_kinds, check_length, check_list, check_text
+from jprefill.tasks.inputs import Ids, Text, TextOrIds, as_ids, check_kinds, check_length, check_list, check_text
 from jprefill.tasks.job import Job
 from jprefill.tasks.probabilities import softmax
 from jprefill.tasks.sharing import split_prefix
@@ -72,7 +72,7 @@ def classify_job(
     vocab_size: int | None = None,
     max_model_len: int | None = None,
     max_items: int | None = None,
-    salt: str = "",
+    salt: Text = "",
     deadline_s: float | None = None,
 ) -> Job[Classifications]:
     """Asks for the classes of every text. The head reads its last token, padding left out.
@@ -105,6 +105,7 @@ def classify_job(
         if not len(prompt):
             raise InvalidRequestError(f"texts[{i}] has no token", param=f"texts[{i}]")
         check_length(len(prompt), max_model_len, f"texts[{i}]")
+    salt = check_text(salt, "salt", may_be_empty=True)
     request = _request([_without_padding(prompt, head.pad_id) for prompt in prompts], head, salt, deadline_s)
     return Job((request,), lambda results: _finish(results[0], head))
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -12,12 +13,13 @@ from jprefill.tasks.decision_prompt import (
     PROMPT_FORMAT_VERSION,
     check_version,
     option_texts,
+    question_start,
     question_text,
-    state_text,
+    read_state,
 )
-from jprefill.tasks.encoding import encode_all
+from jprefill.tasks.encoding import encode_all, num_settled_tokens, num_shared_chars
 from jprefill.tasks.frames import to_frame
-from jprefill.tasks.inputs import Ids, Text, check_length
+from jprefill.tasks.inputs import Ids, Text, check_length, check_text
 from jprefill.tasks.job import Job
 from jprefill.tasks.questions import (
     MAX_QUESTIONS,
@@ -132,6 +134,13 @@ class RatingAnswer:
 
 
 Answer = PredicateAnswer | ChoiceAnswer | RatingAnswer
+CacheMode = Literal["implicit", "explicit"]
+# What stands for the rest of another message when two are compared: no text of ours or a caller's starts with it.
+_OTHER_TEXT = "\ue000"
+_NO_TEMPLATE = (
+    "this model has no chat template, which decisions need: put a chat_template.jinja or a "
+    "chat_template in tokenizer_config.json next to its tokenizer, or use score with your own prompt"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +186,9 @@ def decide_job(
     prompt_format_version: int | Any = None,
     max_questions: int = MAX_QUESTIONS,
     max_model_len: int | None = None,
-    salt: str = "",
+    salt: Text = "",
+    mark_prefix: bool = False,
+    cache_mode: CacheMode | Any = "implicit",
     deadline_s: float | None = None,
 ) -> Job[Decisions]:
     """Asks the model all questions about `input`; the input is computed once.
@@ -193,6 +204,9 @@ def decide_job(
       max_questions: of one request.
       max_model_len: longest prompt in tokens; None leaves the check to the engine.
       salt: separates tenants in the prefix store.
+      mark_prefix: the input will come again with other questions: its KV is kept. Cache breakpoints in its parts say
+        more closely up to where.
+      cache_mode: `explicit` leaves the prefix store alone unless a part has a cache breakpoint.
       deadline_s: on the monotonic clock.
 
     Raises:
@@ -201,18 +215,16 @@ def decide_job(
       ContextLengthError: a prompt is longer than `max_model_len`.
     """
     check_version(prompt_format_version)
+    _check_cache_mode(cache_mode)
     if chat_template is None:
-        raise UnsupportedFeatureError(
-            "this model has no chat template, which decisions need: put a chat_template.jinja or a "
-            "chat_template in tokenizer_config.json next to its tokenizer, or use score with your own prompt"
-        )
-    state = state_text(input)
+        raise UnsupportedFeatureError(_NO_TEMPLATE)
+    state = read_state(input)
     checked = check_questions(questions, max_questions)
     ending = _render(chat_template, ANSWER_LINE)
     labels = [_labels(tokenizer, ending, question, i) for i, question in enumerate(checked)]
     label_ids = [ids for _, ids in labels]
     texts = [
-        _render(chat_template, question_text(state, question, letters))
+        _render(chat_template, question_text(state.text, question, letters))
         for question, (letters, _) in zip(checked, labels, strict=True)
     ]
     prompts = encode_all(tokenizer, texts, add_bos=False)  # the template writes BOS where it belongs
@@ -220,8 +232,33 @@ def decide_job(
         check_length(len(prompt), max_model_len, f"questions[{i}]")
     pairs = zip(prompts, label_ids, strict=True)
     replays = [_replay(p, ids) if return_prompt_token_ids else None for p, ids in pairs]
-    request = _request(prompts, label_ids, salt, deadline_s)
+    count = partial(_num_shared_tokens, tokenizer, chat_template, texts[0], prompts[0])
+    num_state = count(question_start(state.text)) if mark_prefix or len(prompts) == 1 else 0
+    num_marked = num_state if mark_prefix else 0
+    if state.num_marked_chars:
+        num_marked = count(state.text[: state.num_marked_chars])
+    request = _request(
+        prompts,
+        label_ids,
+        num_state,
+        deadline_s=deadline_s,
+        salt=check_text(salt, "salt", may_be_empty=True),
+        uses_store=cache_mode == "implicit" or state.num_marked_chars > 0,
+        num_marked_tokens=num_marked,
+    )
     return Job((request,), _finisher(checked, label_ids, replays))
+
+
+def _check_cache_mode(mode: Any) -> None:
+    if mode not in get_args(CacheMode):
+        allowed = ", ".join(map(repr, get_args(CacheMode)))
+        raise InvalidRequestError(f"cache_mode={mode!r}: allowed are {allowed}", param="cache_mode")
+
+
+def _num_shared_tokens(tokenizer: Tokenizer, chat_template: ChatTemplate, text: str, prompt: Ids, start: str) -> int:
+    """Leading tokens of a prompt that every prompt has whose message begins with `start`."""
+    num_chars = num_shared_chars([text, _render(chat_template, start + _OTHER_TEXT)])
+    return num_settled_tokens(tokenizer, text, prompt, num_chars, add_bos=False)
 
 
 def _render(chat_template: ChatTemplate, text: str) -> str:
@@ -246,13 +283,13 @@ def _replay(prompt: Ids, label_ids: Ids) -> Replay:
     return Replay(tuple(prompt.tolist()), tuple(label_ids.tolist()))
 
 
-def _request(prompts: Sequence[Ids], label_ids: Sequence[Ids], salt: str, deadline_s: float | None) -> ScoreRequest:
-    prefix, suffixes = split_prefix(prompts)
+def _request(prompts: Sequence[Ids], label_ids: Sequence[Ids], num_reusable: int, **options: Any) -> ScoreRequest:
+    prefix, suffixes = split_prefix(prompts, num_reusable)
     items = tuple(
         Item(token_ids=ids, rows=np.array([len(ids) - 1], np.int32), targets=targets[None])
         for ids, targets in zip(suffixes, label_ids, strict=True)
     )
-    return ScoreRequest(prefix, items, deadline_s=deadline_s, salt=salt)
+    return ScoreRequest(prefix, items, **options)
 
 
 def _finisher(

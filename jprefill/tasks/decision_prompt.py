@@ -12,6 +12,7 @@ Wording and order follow vLLM's `/v1/decisions`, so that scores can be compared.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jprefill.errors import InvalidRequestError, UnsupportedFeatureError
@@ -20,6 +21,19 @@ from jprefill.tasks.questions import Choice, Predicate, Question, levels_of, opt
 
 PROMPT_FORMAT_VERSION = 1
 ANSWER_LINE = "Answer with the letter of one option only."
+BREAKPOINT = "prompt_cache_breakpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The text to decide about.
+
+    Attributes:
+      num_marked_chars: up to the end of the last part with a cache breakpoint; 0 where none has one.
+    """
+
+    text: str
+    num_marked_chars: int = 0
 
 
 def check_version(version: int | Any) -> None:
@@ -44,31 +58,44 @@ def option_texts(question: Question) -> tuple[tuple[str, str | None], ...]:
     return tuple((level.label, level.description) for level in levels_of(question))
 
 
+def question_start(state: str) -> str:
+    """What all questions about a state have in common."""
+    return f"{state}\n\nQuestion: "
+
+
 def question_text(state: str, question: Question, labels: Sequence[str]) -> str:
     """The one user message of a question: state, question, options with their labels, how to answer."""
-    lines = [state, "", f"Question: {question.instructions}"]
+    lines = [question_start(state) + question.instructions]
     for label, (name, description) in zip(labels, option_texts(question), strict=True):
         lines.append(f"{label}: {name} - {description}" if description else f"{label}: {name}")
     return "\n".join([*lines, ANSWER_LINE])
 
 
-def state_text(value: Text | Sequence[Mapping[str, Any]]) -> str:
+def read_state(value: Text | Sequence[Mapping[str, Any]]) -> State:
     """The text to decide about, from a string or from user messages.
 
-    Parts of a message are joined by one line break, messages by an empty line.
+    Parts of a message are joined by one line break, messages by an empty line. A part may carry
+    `"prompt_cache_breakpoint": {"mode": "explicit"}`: the prompt up to its end will come again.
 
     Raises:
       InvalidRequestError: malformed or empty.
       UnsupportedFeatureError: a role or a kind of content that is not served; `param` says where.
     """
     if isinstance(value, str):
-        return check_text(value, "input")
-    messages = check_list(value, "input")
-    state = "\n\n".join(_message_text(message, f"input[{i}]") for i, message in enumerate(messages))
-    return check_text(state, "input")
+        return State(check_text(value, "input"))
+    pieces: list[str] = []
+    num_chars = num_marked_chars = 0
+    for i, message in enumerate(check_list(value, "input")):
+        for j, (text, is_marked) in enumerate(_parts(message, f"input[{i}]")):
+            piece = text if not pieces else "\n" + text if j else "\n\n" + text
+            pieces.append(piece)
+            num_chars += len(piece)
+            num_marked_chars = num_chars if is_marked else num_marked_chars
+    return State(check_text("".join(pieces), "input"), num_marked_chars)
 
 
-def _message_text(message: Any, param: str) -> str:
+def _parts(message: Any, param: str) -> list[tuple[str, bool]]:
+    """Each part's text, and whether a cache breakpoint stands after it."""
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{param} must be an object with role and content", param=param)
     kind = message.get("type") or "message"
@@ -84,20 +111,23 @@ def _message_text(message: Any, param: str) -> str:
         )
     content = message.get("content")
     if isinstance(content, str):
-        return check_text(content, f"{param}.content", may_be_empty=True)
+        return [(check_text(content, f"{param}.content", may_be_empty=True), False)]
     parts = check_list(content, f"{param}.content")
-    return "\n".join(_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(parts))
+    return [_part(part, f"{param}.content[{i}]") for i, part in enumerate(parts)]
 
 
-def _part_text(part: Any, param: str) -> str:
+def _part(part: Any, param: str) -> tuple[str, bool]:
     if not isinstance(part, Mapping):
         raise InvalidRequestError(f"{param} must be an object with type and text", param=param)
     kind = part.get("type")
     if kind not in ("input_text", "text"):
         raise UnsupportedFeatureError(f"{param}.type={kind!r} is not served: 'input_text' is", param=f"{param}.type")
-    if unknown := [key for key in part if key not in ("type", "text")]:
+    if unknown := [key for key in part if key not in ("type", "text", BREAKPOINT)]:
         raise UnsupportedFeatureError(
-            f"{param}.{unknown[0]} is not served: a text part has type and text",
+            f"{param}.{unknown[0]} is not served: a text part has type, text and {BREAKPOINT}",
             param=f"{param}.{unknown[0]}",
         )
-    return check_text(part.get("text"), f"{param}.text", may_be_empty=True)
+    sent = part.get(BREAKPOINT)
+    if sent is not None and sent != {"mode": "explicit"}:
+        raise InvalidRequestError(f'{param}.{BREAKPOINT} must be {{"mode": "explicit"}}', param=f"{param}.{BREAKPOINT}")
+    return check_text(part.get("text"), f"{param}.text", may_be_empty=True), sent is not None

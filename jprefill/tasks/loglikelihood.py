@@ -70,7 +70,8 @@ def loglikelihood_job(
     vocab_size: int | None = None,
     max_model_len: int | None = None,
     max_items: int | None = None,
-    salt: str = "",
+    salt: Text = "",
+    mark_prefix: bool = False,
     deadline_s: float | None = None,
 ) -> Job[Loglikelihoods]:
     """Asks for `log p(continuation | context)` of every continuation; the context is computed once.
@@ -87,6 +88,7 @@ def loglikelihood_job(
       max_model_len: longest context with continuation, in tokens; None leaves the check to the engine.
       max_items: likewise, continuations of one request.
       salt: separates tenants in the prefix store.
+      mark_prefix: the context will come again with other continuations: its KV is kept.
       deadline_s: on the monotonic clock.
 
     Raises:
@@ -105,7 +107,13 @@ def loglikelihood_job(
         # the last token of a continuation is predicted and never read
         check_length(len(context_ids) + len(target_ids) - 1, max_model_len, f"continuations[{i}]")
     items = tuple(_item(context_ids, target_ids) for target_ids in targets)
-    request = ScoreRequest(context_ids[:-1], items, deadline_s=deadline_s, salt=salt)
+    request = ScoreRequest(
+        context_ids[:-1],
+        items,
+        deadline_s=deadline_s,
+        salt=check_text(salt, "salt", may_be_empty=True),
+        num_marked_tokens=len(context_ids) - 1 if mark_prefix else 0,
+    )
     return Job((request,), lambda results: _finish(results[0], targets))
 
 

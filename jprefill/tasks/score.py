@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jprefill.errors import InvalidRequestError, LabelError
-from jprefill.tasks.encoding import encode_all
+from jprefill.tasks.encoding import encode_all, num_settled_tokens
 from jprefill.tasks.frames import to_frame
 from jprefill.tasks.inputs import (
     Ids,
@@ -107,7 +107,8 @@ def score_job(
     vocab_size: int | None = None,
     max_model_len: int | None = None,
     max_items: int | None = None,
-    salt: str = "",
+    salt: Text = "",
+    mark_prefix: bool = False,
     deadline_s: float | None = None,
 ) -> Job[LabelScores]:
     """Asks for the probabilities of the labels after `query + item`, for every item.
@@ -126,6 +127,7 @@ def score_job(
       max_model_len: longest prompt in tokens; None leaves the check to the engine.
       max_items: likewise, items of one request.
       salt: separates tenants in the prefix store.
+      mark_prefix: the query will come again with other items: its KV is kept. Without effect where items come first.
       deadline_s: on the monotonic clock.
 
     Raises:
@@ -142,9 +144,11 @@ def score_job(
         texts = _join_texts(query, items, item_first=item_first)
         bos = tokenizer.adds_bos if add_bos is None else add_bos
         prompts = encode_all(tokenizer, texts, add_bos=bos)
+        num_query = num_settled_tokens(tokenizer, texts[0], prompts[0], len(query), add_bos=bos)
     else:
         texts = []  # no labels as text either: refused above
         prompts = _join_ids(query, items, vocab_size, item_first=item_first)
+        num_query = len(query)
     for i, prompt in enumerate(prompts):
         check_length(len(prompt), max_model_len, f"items[{i}]")
     if labels is not None:
@@ -153,7 +157,15 @@ def score_job(
     else:
         names = None
         targets = _label_ids_per_item(label_ids, len(items), vocab_size)
-    request = _request(prompts, targets, salt, deadline_s)
+    num_query = 0 if item_first else num_query
+    request = _request(
+        prompts,
+        targets,
+        num_query,
+        deadline_s=deadline_s,
+        salt=check_text(salt, "salt", may_be_empty=True),
+        num_marked_tokens=num_query if mark_prefix else 0,
+    )
     return Job((request,), lambda results: _finish(results[0], names, targets, temperature))
 
 
@@ -240,14 +252,14 @@ def _distinct_ids(ids: Any, vocab_size: int, param: str) -> Ids:
     return checked
 
 
-def _request(prompts: Sequence[Ids], targets: Sequence[Ids], salt: str, deadline_s: float | None) -> ScoreRequest:
+def _request(prompts: Sequence[Ids], targets: Sequence[Ids], num_reusable: int, **options: Any) -> ScoreRequest:
     """Reads the last row of each prompt: it predicts the token that follows."""
-    prefix, suffixes = split_prefix(prompts)
+    prefix, suffixes = split_prefix(prompts, num_reusable)
     items = tuple(
         Item(token_ids=ids, rows=np.array([len(ids) - 1], np.int32), targets=target_ids[None])
         for ids, target_ids in zip(suffixes, targets, strict=True)
     )
-    return ScoreRequest(prefix, items, deadline_s=deadline_s, salt=salt)
+    return ScoreRequest(prefix, items, **options)
 
 
 def _finish(result: ScoreResult, labels: Labels, targets: Sequence[Ids], temperature: float) -> LabelScores:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from jprefill.tasks.inputs import Ids
 
 
@@ -18,7 +16,7 @@ def common_prefix_length(prompts: Sequence[Ids]) -> int:
     return max(length, 0)
 
 
-def split_prefix(prompts: Sequence[Ids]) -> tuple[Ids, tuple[Ids, ...]]:
+def split_prefix(prompts: Sequence[Ids], num_reusable: int = 0) -> tuple[Ids, tuple[Ids, ...]]:
     """Splits prompts into the longest common prefix and what each has after it.
 
         prompts   a b c d     ->  prefix  a b     suffixes  c d
@@ -26,11 +24,11 @@ def split_prefix(prompts: Sequence[Ids]) -> tuple[Ids, tuple[Ids, ...]]:
 
     Args:
       prompts: at least one, each with at least one token.
+      num_reusable: leading tokens of a single prompt that other requests are likely to have too.
 
     Returns:
-      The prefix and one suffix per prompt, never empty. A single prompt shares nothing: its prefix is empty.
+      The prefix and one suffix per prompt, never empty. A single prompt shares nothing with others of its request:
+      its prefix is what is reusable.
     """
-    if len(prompts) == 1:
-        return np.zeros(0, np.int32), (prompts[0],)
-    length = common_prefix_length(prompts)
+    length = min(num_reusable, len(prompts[0]) - 1) if len(prompts) == 1 else common_prefix_length(prompts)
     return prompts[0][:length], tuple(prompt[length:] for prompt in prompts)

@@ -356,6 +356,7 @@ def test_access_line_has_the_documented_keys_and_no_prompt(
     client.post("/v1/score", json={**scoring, "query": "secret", "items": []})
     good, bad = access_lines()[-2:]
     assert good.keys() >= {"request_id", "route", "status", "n_prompt", "n_cached", "n_items"}
+    assert (good["n_cached"], good["n_kept"]) == (len("<secret"), 0)
     assert good.keys() >= {"queue_ms", "tok_ms", "device_ms", "total_ms", "reason", "model"}
     assert (good["request_id"], good["route"], good["status"], good["n_items"]) == ("me", "/v1/score", 200, 2)
     assert (bad["status"], bad["reason"]) == (400, "invalid_value")

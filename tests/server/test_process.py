@@ -348,7 +348,18 @@ def test_the_openai_client_reads_decisions(good: Child) -> None:
         decision = client.decisions.create(model="fake", input="The parcel is late.", questions=questions)
         assert [answer.type for answer in decision.answers] == ["predicate", "choice", "score"]
         assert decision.answers[1].probabilities[1].value is True
+        assert decision.usage.input_tokens_details.cached_tokens > 0  # the input, for two of three questions
         assert decision.usage.input_tokens_details.cache_write_tokens == 0
+        text = {"type": "input_text", "text": "A parcel of ours", "prompt_cache_breakpoint": {"mode": "explicit"}}
+        hinted = client.decisions.create(
+            model="fake",
+            input=[{"role": "user", "content": [text]}],
+            questions=questions,
+            prompt_cache_key="tenant",
+            prompt_cache_options={"mode": "explicit", "ttl": "30m"},
+            extra_body={"cache_salt": "s"},
+        )
+        assert hinted.usage.input_tokens_details.cache_write_tokens == 2 + len("A parcel of")
         assert decision.answers[0].label_mass > 0
         assert [model.id for model in client.models.list()] == ["fake"]
         with pytest.raises(openai.BadRequestError) as caught:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from fakes import ByteTokenizer, FakeEngine
+from fakes import ByteTokenizer
 
 USAGE_KEYS = {
     "input_tokens",
@@ -156,22 +156,6 @@ def test_openapi_document_describes_bodies(client: Any) -> None:
     assert schema == {"$ref": "#/components/schemas/DecisionsBody"}
     assert "questions" in document["components"]["schemas"]["DecisionsBody"]["properties"]
     assert client.get("/docs").status_code == 200
-
-
-def test_salts_from_both_fields_enter_the_request(serve: Any, scorer_of: Any, decision: dict[str, Any]) -> None:
-    engine = FakeEngine()
-    client = serve(scorer_of(engine))
-    salts = []
-    for extra in (
-        {},
-        {"cache_salt": "a"},
-        {"prompt_cache_key": "a"},
-        {"cache_salt": "a", "prompt_cache_key": "b"},
-    ):
-        assert client.post("/v1/decisions", json={**decision, **extra}).status_code == 200
-        salts.append(engine.requests[-1].salt)
-    assert salts[0] == ""
-    assert len(set(salts)) == 4
 
 
 def test_decisions_without_a_chat_template_says_what_to_do(

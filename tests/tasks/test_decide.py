@@ -208,8 +208,8 @@ def test_bad_input_gets_one_clear_error(input, param, text):
             "input[1].content[0].type",
         ),
         (
-            {"role": "user", "content": [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {}}]},
-            "input[1].content[0].prompt_cache_breakpoint",
+            {"role": "user", "content": [{"type": "input_text", "text": "x", "detail": "high"}]},
+            "input[1].content[0].detail",
         ),
     ],
 )

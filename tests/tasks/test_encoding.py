@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jprefill.tasks.encoding import MIN_SHARED_CHARS, encode, encode_all
+from jprefill.tasks.encoding import MIN_SHARED_CHARS, encode, encode_all, num_settled_tokens
 from jprefill.tokenization.json_tokenizer import JsonTokenizer
 from jprefill.tokenization.settings import TokenizerSettings
 
@@ -114,3 +114,53 @@ def test_sentencepiece_models_of_their_own_kind_agree(tmp_path):
     tokenizer = SentencePieceTokenizer.from_directory(tmp_path)
     shared = some_text(9000)
     check(tokenizer, [shared + end for end in (" late", "late", "\n", "", " 日本 again")])
+
+
+# ---- settled tokens: what every text that begins alike has too
+
+ENDS = ["", " late", "late", "7", " 7", "\n", "\n\nQuestion: ", ".", "'s", "日", " x" * 40]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 300),
+    st.sampled_from([" ", "", "\n", "  ", ", ", '","']),
+    st.sampled_from(ENDS),
+    st.text(alphabet="ab 日\n'1,.é<s>", max_size=12),
+    st.booleans(),
+)
+def test_settled_tokens_start_every_text_that_begins_alike(tokenizer, num_chars, separator, end, other, add_bos):
+    shared = some_text(num_chars, seed=num_chars, separator=separator)
+    ids = encode(tokenizer, shared + end, add_bos=add_bos)
+    count = num_settled_tokens(tokenizer, shared + end, ids, len(shared), add_bos=add_bos)
+    assert 0 <= count <= len(ids)
+    assert encode(tokenizer, shared + other, add_bos=add_bos)[:count].tolist() == ids[:count].tolist()
+
+
+def test_all_but_the_last_word_is_settled(tokenizer):
+    shared = some_text(900) + " the parcel"
+    for end in (" late", " late" * 400):  # the cut is confirmed from behind, and from before
+        ids = encode(tokenizer, shared + end, add_bos=True)
+        head = encode(tokenizer, shared.removesuffix(" parcel"), add_bos=True)
+        assert num_settled_tokens(tokenizer, shared + end, ids, len(shared), add_bos=True) == len(head)
+
+
+def test_counting_settled_tokens_reads_the_shorter_side_only(tokenizer):
+    for shared, end in ((some_text(16_000), " late"), ("the parcel came", some_text(16_000))):
+        ids = encode(tokenizer, shared + end, add_bos=True)
+        tokenizer.num_chars = 0
+        assert num_settled_tokens(tokenizer, shared + end, ids, len(shared), add_bos=True) > 0
+        assert tokenizer.num_chars < 4000
+
+
+@pytest.mark.parametrize("shared", ["", "x" * 2000, " ", "\n", "日本" * 500])
+def test_a_start_without_a_boundary_settles_nothing(tokenizer, shared):
+    ids = encode(tokenizer, shared + "y", add_bos=True)
+    assert num_settled_tokens(tokenizer, shared + "y", ids, len(shared), add_bos=True) == 0
+
+
+def test_a_token_across_the_cut_moves_it_to_the_word_before():
+    crossing = ByteTokenizer(merges=["e l"])
+    text = "a parcel came late again"
+    ids = encode(crossing, text, add_bos=False)
+    assert num_settled_tokens(crossing, text, ids, len("a parcel came lat"), add_bos=False) == len("a parcel")

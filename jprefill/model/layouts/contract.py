@@ -12,7 +12,10 @@ from jprefill.model.layer import LayerWeights, Rows
 
 
 class KeyValues(NamedTuple):
-    """One layer's KV buffer. It is reused by every layer of a pass: one layer of KV is alive, never L."""
+    """One layer's KV buffer. Every layer of every pass reuses it: one layer of KV is alive, never L.
+
+    Rows that a pass neither writes nor loads hold what an earlier pass left there.
+    """
 
     k: Float[Array, "S K H"]
     v: Float[Array, "S K H"]

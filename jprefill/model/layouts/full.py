@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float, Int32
 
 from jprefill.model.layer import LayerWeights, Rows, finish, project_kv, project_q
+from jprefill.model.layouts.buffer import put_rows
 from jprefill.model.layouts.contract import KeyValues, LayoutSpec
 from jprefill.pallas.attention import attend
 
@@ -16,8 +17,8 @@ def layer_full(
     num_chunks: Int32[Array, ""],
 ) -> tuple[Float[Array, "T D"], KeyValues]:
     """One layer over the whole bucket; `num_chunks` is not needed."""
-    del kv, num_chunks
-    k, v = project_kv(x, weights, rows, spec.config)
+    del num_chunks
+    kv = put_rows(kv, *project_kv(x, weights, rows, spec.config), rows.ranges.self_pos)
     q = project_q(x, weights, rows, spec.config)
-    attended = attend(q, k, v, rows.ranges, implementation=spec.attention)
-    return finish(x, attended, weights, spec.config), KeyValues(k, v)
+    attended = attend(q, kv.k, kv.v, rows.ranges, implementation=spec.attention)
+    return finish(x, attended, weights, spec.config), kv

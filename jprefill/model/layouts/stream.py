@@ -1,6 +1,6 @@
 """The stream layout: a layer in two loops over token chunks, in place.
 
-    loop 1   for each chunk:  norm, K and V projections, rope                 -> the layer's KV buffer
+    loop 1   for each chunk:  norm, K and V projections, rope                 -> the rows' places in the KV buffer
     loop 2   for each chunk:  norm, Q projection, rope, attention of these queries over the WHOLE buffer,
                               output projection, residual, MLP, residual      -> back into x
 
@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jprefill.model.layer import LayerWeights, Rows, finish, project_kv, project_q
+from jprefill.model.layouts.buffer import put_rows
 from jprefill.model.layouts.contract import KeyValues, LayoutSpec
 from jprefill.pallas.attention import attend
 
@@ -54,9 +55,9 @@ def fill_kv(
     def chunk(index: Int32[Array, ""], kv: KeyValues) -> KeyValues:
         start = index * spec.chunk_size
         take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=spec.chunk_size)
-        k, v = project_kv(take(x), weights, rows.take(take), spec.config)
-        put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-        return KeyValues(put(kv.k, k), put(kv.v, v))
+        rows_here = rows.take(take)
+        k, v = project_kv(take(x), weights, rows_here, spec.config)
+        return put_rows(kv, k, v, rows_here.ranges.self_pos)
 
     return lax.fori_loop(0, _trip_count(spec, x, num_chunks), chunk, kv)
 

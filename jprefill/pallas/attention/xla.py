@@ -19,6 +19,7 @@ from jprefill.pallas.rounding import round_to
 
 BLOCK_Q = 256
 BLOCK_KV = 256
+MIN_BLOCK_KV = 128  # what few queries take: their own keys, packed behind each other, fill no larger block
 MASKED = -1e30  # finite, so that a fully masked row never meets inf - inf
 LOG2_E = 1.4426950408889634
 
@@ -85,7 +86,7 @@ def _visit(
     high: Int32[Array, " T"],
 ) -> _Carry:
     """Adds the keys `[low, high)` of each row to the tile's softmax."""
-    block_kv = min(BLOCK_KV, k.shape[0])
+    block_kv = min(BLOCK_KV, k.shape[0], max(MIN_BLOCK_KV, low.shape[0]))
     is_empty = low >= high
     first_key = jnp.min(jnp.where(is_empty, k.shape[0], low))
     end_key = jnp.max(jnp.where(is_empty, 0, high))

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 a comparison failed, 2 bad input or setting, 130 interrup
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jprefill.config import DType, EngineConfig, Quantization, ServerConfig
+from jprefill.environment import prepare
 from jprefill.errors import InvalidRequestError, JPrefillError
 from jprefill.flags import add_flags, from_args
 
@@ -30,6 +32,7 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    prepare(os.environ)
     try:
         args = _parser(argv).parse_args(argv)
         return COMMANDS[args.command].run(args)

@@ -52,7 +52,7 @@ class EngineConfig(_Checked):
       quantization: of the projection matrices, done while loading; None: as the checkpoint stores them.
       layout: how a layer program walks its tokens; `hybrid` and `full` are the naive twins of `stream`.
       attention: implementation name in `jprefill.pallas.attention`; None picks by platform.
-      chunk_size: tokens per step of a layer's loops.
+      chunk_size: tokens per step of a layer's loops; None: 256 on a CPU, 2048 on a GPU, 1024 on one below 32 GB.
       max_model_len: longest prompt in tokens; None takes the model's own limit.
       max_batch_tokens: tokens one pass may hold when it packs several requests; None: `max_model_len`.
       buckets: lengths in tokens that get compiled programs; None: `default_buckets`.
@@ -78,7 +78,7 @@ class EngineConfig(_Checked):
     quantization: Quantization | None = None
     layout: Layout = "stream"
     attention: str | None = None
-    chunk_size: int = 256
+    chunk_size: int | None = None
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
     buckets: tuple[int, ...] | None = None
@@ -105,8 +105,9 @@ class EngineConfig(_Checked):
             raise ConfigError(f"block_size={self.block_size}: must be a power of two, 8 to 256")
         self.at_least(1, "max_model_len", "max_batch_tokens", "max_queued_requests", "max_queued_tokens")
         self.at_least(1, "max_items", "max_labels")
-        if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
-            raise ConfigError(f"chunk_size={self.chunk_size}: must be a power of two, at least 16")
+        size = self.chunk_size
+        if size is not None and (size < 16 or size & (size - 1)):
+            raise ConfigError(f"chunk_size={size}: must be a power of two, at least 16")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jprefill.errors import ConfigError, EngineError, NotReadyError
 from jprefill.model.capacity import check_fit, longest_fitting
 from jprefill.model.compiles import CompileCounter, use_cache
 from jprefill.model.runner import Runner, layout_spec
+from jprefill.pallas.device import default_chunk_size
 from jprefill.scheduler.admission import check
 from jprefill.scheduler.packer import Piece, pack, plan_batch, unpack
 from jprefill.scheduler.policy import POLICIES
@@ -99,11 +100,12 @@ class Engine:
         """
         use_cache(config.compilation_cache)
         max_model_len = _max_model_len(checkpoint.config.max_position, config)
-        last_bucket = _buckets(max_model_len, config)[-1]  # first: it refuses without a look at the weights
+        chunk_size = config.chunk_size or default_chunk_size()
+        last_bucket = _buckets(max_model_len, config, chunk_size)[-1]  # first: it refuses without a look at the weights
         spec = layout_spec(checkpoint.config, checkpoint.weights, config)
         limit = longest_fitting(spec, config, last_bucket)
         max_model_len = check_fit(limit, config, max_model_len)
-        buckets = _buckets(max_model_len, config)
+        buckets = _buckets(max_model_len, config, chunk_size)
         runner = Runner(checkpoint.config, checkpoint.weights, config, buckets, progress=progress)
         runner.warm_up()
         return cls(
@@ -244,15 +246,15 @@ def _max_model_len(model_limit: int, config: EngineConfig) -> int:
     return asked
 
 
-def _buckets(max_model_len: int, config: EngineConfig) -> tuple[int, ...]:
+def _buckets(max_model_len: int, config: EngineConfig, chunk_size: int) -> tuple[int, ...]:
     """Compiled lengths; the last one holds the longest prompt and the largest batch."""
     wanted = max(max_model_len, config.max_batch_tokens or max_model_len)
     if config.buckets is None:
-        return default_buckets(wanted, config.chunk_size)
+        return default_buckets(wanted, chunk_size)
     buckets = tuple(sorted(set(config.buckets)))
-    if buckets[-1] < wanted or any(bucket % min(bucket, config.chunk_size) or bucket < 16 for bucket in buckets):
+    if buckets[-1] < wanted or any(bucket % min(bucket, chunk_size) or bucket < 16 for bucket in buckets):
         raise ConfigError(
-            f"buckets={buckets}: each must be below chunk_size={config.chunk_size} (at least 16) or a multiple of it, "
+            f"buckets={buckets}: each must be below chunk_size={chunk_size} (at least 16) or a multiple of it, "
             f"the last at least {wanted}"
         )
     return buckets

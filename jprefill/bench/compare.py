@@ -25,7 +25,7 @@ from jprefill.bench.parity import (
 )
 from jprefill.bench.reference_format import Reference, ReferencePrompt, load_reference
 from jprefill.bench.variants import Variant, parse_variants
-from jprefill.config import DType, EngineConfig, Layout
+from jprefill.config import DType, EngineConfig, Layout, Quantization
 from jprefill.errors import ConfigError
 from jprefill.tokenization.api import Tokenizer
 from jprefill.types import Head
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reference", type=Path, metavar="REFERENCE.json", help="file of prompts and their scores")
     parser.add_argument("--model", type=Path, help="weights (default: the path in the reference file)")
     parser.add_argument("--dtype", choices=get_args(DType), default="float32", help="default: float32")
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the layers' matrices, while loading")
     parser.add_argument("--layout", choices=get_args(Layout), default=EngineConfig.layout)
     parser.add_argument("--chunk-size", type=positive, default=EngineConfig.chunk_size, metavar="N")
     parser.add_argument("--attention", metavar="NAME", help="attention implementation (default: by platform)")
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or reference.model_path(args.reference)
     variants = _variants(args, prompts)
     is_between = len(variants) > 1
-    checkpoint = load_checkpoint(model, args.dtype)
+    checkpoint = load_checkpoint(model, args.dtype, args.quantization)
     mismatches = [] if is_between else check_tokenizer(checkpoint, prompts)
     scores = _score(checkpoint, variants, prompts, reference.head)
     if is_between:
@@ -121,6 +122,7 @@ def _variants(args: argparse.Namespace, prompts: Sequence[ReferencePrompt]) -> S
     """The ways of running that are asked for; a single one is compared with the reference."""
     base = EngineConfig(
         dtype=args.dtype,
+        quantization=args.quantization,
         layout=args.layout,
         chunk_size=args.chunk_size,
         attention=args.attention,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jprefill.config import DType, EngineConfig
+from jprefill.config import DType, EngineConfig, Quantization
 from jprefill.tokenization.api import Tokenizer
 
 if TYPE_CHECKING:
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from jprefill.model.checkpoints import Checkpoint
 
 
-def load_checkpoint(path: str | Path, dtype: DType) -> "Checkpoint":
-    """Weights and config of a converted checkpoint, a Hugging Face folder or a GGUF file.
+def load_checkpoint(path: str | Path, dtype: DType, quantization: Quantization | None = None) -> "Checkpoint":
+    """Weights and config of a converted checkpoint, a Hugging Face folder or a GGUF file; quantised while loading.
 
     Raises:
       CheckpointError: the files cannot be used; the message names the file.
     """
     from jprefill.model.checkpoints import load
 
-    return load(path, dtype=dtype)
+    return load(path, dtype=dtype, quantization=quantization)
 
 
 def load_tokenizer(checkpoint: "Checkpoint") -> Tokenizer:

@@ -25,7 +25,7 @@ from jprefill.bench.local import load_checkpoint, load_tokenizer, positive, posi
 from jprefill.bench.parity import Scorer
 from jprefill.bench.peer import DEFAULT_PYTHON, Peer, hf_command
 from jprefill.bench.prose import prose_windows
-from jprefill.config import DType, EngineConfig, Layout
+from jprefill.config import DType, EngineConfig, Layout, Quantization
 from jprefill.errors import ConfigError
 from jprefill.tokenization.api import Tokenizer
 from jprefill.types import Item, ScoreRequest
@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=positive_list, default=(512, 2048, 8000), metavar="N,N,...")
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="timed runs a length (default: 5)")
     parser.add_argument("--dtype", choices=get_args(DType), default=EngineConfig.dtype)
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the layers' matrices, while loading")
     parser.add_argument("--layout", choices=get_args(Layout), default=EngineConfig.layout)
     parser.add_argument("--chunk-size", type=positive, default=EngineConfig.chunk_size, metavar="N")
     parser.add_argument("--attention", metavar="NAME", help="attention implementation (default: by platform)")
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     if args.min_ratio is not None and not args.peer:
         raise ConfigError("--min-ratio needs --peer: it is a ratio of two speeds")
     command = _peer_command(args)
-    checkpoint = load_checkpoint(args.model, args.dtype)
+    checkpoint = load_checkpoint(args.model, args.dtype, args.quantization)
     tokenizer = load_tokenizer(checkpoint)
     windows = prose_windows(tokenizer, args.lengths, args.repeat + 1)
     label_ids = _label_ids(tokenizer)
@@ -129,6 +130,7 @@ def _peer_command(args: argparse.Namespace) -> list[str] | None:
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         dtype=args.dtype,
+        quantization=args.quantization,
         layout=args.layout,
         chunk_size=args.chunk_size,
         attention=args.attention,
@@ -152,6 +154,7 @@ def _setting(args: argparse.Namespace, peer: Peer | None) -> dict[str, Any]:
     return {
         "model": str(args.model),
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "layout": args.layout,
         "chunk_size": args.chunk_size,
         "threads": num_threads(),

@@ -18,8 +18,9 @@ class Variant:
     is_packed: bool = False
 
     def __str__(self) -> str:
+        chunk = "" if self.config.chunk_size is None else f":{self.config.chunk_size}"
         pack = "+pack" if self.is_packed else ""
-        return f"{self.config.layout}:{self.config.chunk_size}{pack}"
+        return f"{self.config.layout}{chunk}{pack}"
 
 
 def parse_variants(text: str, base: EngineConfig) -> tuple[Variant, ...]:

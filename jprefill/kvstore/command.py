@@ -126,7 +126,7 @@ def _export(args: argparse.Namespace) -> int:
     if not payloads:
         raise InvalidRequestError(f"kv_disk_path={str(root)!r}: holds no block of this prompt, model and salt")
     export_blocks(Path(args.output), model.form, keys, payloads, model_name=model.name)
-    counts = {"num_blocks": len(payloads), "num_prompt_blocks": len(keys), "block_size": config.block_size}
+    counts = {"num_blocks": len(payloads), "num_prompt_blocks": len(keys), "block_size": model.form.block_size}
     _report(args, f"exported {len(payloads)} of {len(keys)} blocks of {model.name} to {args.output}", counts)
     return 0
 
@@ -139,7 +139,7 @@ def _import(args: argparse.Namespace) -> int:
     for key, tokens, payload in reversed(list(zip(found.keys.hashes, found.keys.tokens, found.payloads, strict=True))):
         if not disk.put(key, tokens, payload):
             raise ConfigError(f"kv_disk_path={str(root)!r}: blocks cannot be written there")
-    counts = {"num_blocks": len(found.keys), "block_size": config.block_size}
+    counts = {"num_blocks": len(found.keys), "block_size": model.form.block_size}
     _report(args, f"imported {len(found.keys)} blocks of {model.name} into {root}", counts)
     return 0
 

@@ -62,7 +62,7 @@ def check_fit(limit: int | None, settings: EngineConfig, max_model_len: int) -> 
         if length is not None and length > limit:
             raise ConfigError(f"{name}={length}: the device holds passes of at most {limit} tokens beside the weights")
     if limit == 0:
-        raise ConfigError(f"the device has no room for a pass of {settings.chunk_size} tokens beside the weights")
+        raise ConfigError("the device has no room for a pass of one chunk of tokens beside the weights")
     if max_model_len > limit:
         log.warning("max_model_len is %d: the model was made for %d, the device holds no more", limit, max_model_len)
     return min(limit, max_model_len)

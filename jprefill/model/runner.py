@@ -16,7 +16,9 @@ from jprefill.model.layer import LayerWeights, Rows
 from jprefill.model.layouts import KeyValues, LayoutSpec
 from jprefill.model.programs import BucketPrograms, Programs
 from jprefill.model.weights import EMBED, FINAL_NORM, head_name, layer_leaves, layer_name, quantization_of
-from jprefill.pallas.attention import KeyRanges, default_implementation
+from jprefill.pallas.attention import KeyRanges
+from jprefill.pallas.attention.selection import Heads, select_for_device
+from jprefill.pallas.device import default_chunk_size
 from jprefill.types import Batch, BatchScores, BlockMoves
 
 
@@ -128,10 +130,11 @@ def layout_spec(config: ModelConfig, weights: dict[str, jax.Array], settings: En
     quantization = quantization_of(weights)
     if settings.quantization not in (None, quantization):
         raise ConfigError(f"quantization={settings.quantization!r}: the weights came as {quantization!r}")
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, settings.dtype)
     return LayoutSpec(
         config,
-        settings.chunk_size,
-        settings.attention or default_implementation(),
+        settings.chunk_size or default_chunk_size(),
+        settings.attention or select_for_device(heads),
         keeps_angles=jax.default_backend() == "cpu",
         quantization=quantization,
     )

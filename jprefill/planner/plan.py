@@ -17,6 +17,7 @@ from jprefill.errors import ConfigError
 from jprefill.model.config import ModelConfig
 from jprefill.model.memory import ProgramMemory, library_bytes, pass_bytes
 from jprefill.model.weights import weight_leaves
+from jprefill.pallas.device import chunk_size_for
 from jprefill.planner.jobs import CompileJob
 from jprefill.planner.search import longest_input
 from jprefill.planner.targets import GpuTarget
@@ -26,7 +27,6 @@ PlanDType = Literal["bf16", "int8", "fp8"]
 
 # Float32 holds every position exactly up to here; rope needs that.
 MAX_TOKENS = 2**24
-SMALL_GPU_BYTES = 32 * 10**9
 PROGRAMS = ("embed", "layer", "read_64")
 
 # The programs of each job, by name.
@@ -59,8 +59,8 @@ class PlanRequest:
 
     @property
     def chunk_size(self) -> int:
-        """Tokens per step of a layer's loops: large enough to keep a GPU busy, smaller where memory is short."""
-        return 1024 if self.target.memory_bytes < SMALL_GPU_BYTES else 2048
+        """Tokens per step of a layer's loops, as the engine takes them."""
+        return chunk_size_for(self.target.memory_bytes)
 
     @property
     def probe_bucket(self) -> int:

@@ -164,7 +164,7 @@ def test_blocks_travel_from_one_folder_to_another(tmp_path, capsys):
     assert "exported 2 of 4 blocks of tiny" in capsys.readouterr().out
     shutil.rmtree(here)
     assert run("import", "--model", "m", "--kv-disk-path", there, "--input", file, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"num_blocks": 2, "block_size": 16}
+    assert json.loads(capsys.readouterr().out) == {"num_blocks": 2, "block_size": 8}
     tier = DiskTier(there, 10**6, form())
     for key, tokens in zip(KEYS.hashes[:2], KEYS.tokens[:2], strict=True):
         assert same(tier.get(key, tokens), payload(key))

@@ -94,7 +94,7 @@ class EngineConfig(_Checked):
     kv_host_bytes: int = 0
     kv_disk_path: str | None = None
     kv_disk_bytes: int = 10 * 2**30
-    shared_prompt: str | None = None
+    shared_prompt: str | None = field(default=None, repr=False)
     batch_invariant: bool = False
     compilation_cache: str | None = None
 

@@ -1,16 +1,17 @@
 """The spine. Read this first.
 
-    submit ──> queue ──> plan ──> pack ──> run ──> unpack ──> answer
-    callers' threads  │             engine thread             │  futures
+    submit ──> queue ──> plan ──────> pack ──> run ──> unpack ──> release ──> answer
+                          │ lease cached blocks, reserve room       │ commit what was kept
+    callers' threads  │                  engine thread                        │  futures
 
-One thread owns the device. A request is checked before it is queued; from then on it gets exactly one answer: its
-scores, or one typed error.
+One thread owns the device, and what the prefix store holds on it. A request is checked before it is queued; from then
+on it gets exactly one answer: its scores, or one typed error.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -18,12 +19,18 @@ import numpy as np
 
 from jprefill.config import EngineConfig, default_buckets
 from jprefill.errors import ConfigError, EngineError, NotReadyError
-from jprefill.model.capacity import check_fit, longest_fitting
+from jprefill.kvstore.build import make_store, num_pool_blocks
+from jprefill.kvstore.contract import Store
+from jprefill.kvstore.device_pool import DevicePool
+from jprefill.kvstore.none import NoStore
+from jprefill.model.capacity import bytes_beside_passes, check_fit, longest_fitting
 from jprefill.model.compiles import CompileCounter, use_cache
 from jprefill.model.runner import Runner, layout_spec
 from jprefill.pallas.device import default_chunk_size
 from jprefill.scheduler.admission import check
-from jprefill.scheduler.packer import Piece, pack, plan_batch, unpack
+from jprefill.scheduler.packer import pack, unpack
+from jprefill.scheduler.pieces import Piece
+from jprefill.scheduler.planning import Room, plan_batch
 from jprefill.scheduler.policy import POLICIES
 from jprefill.scheduler.queue import PendingRequest, WaitingQueue, fail
 from jprefill.types import (
@@ -35,6 +42,7 @@ from jprefill.types import (
     ScoreRequest,
     ScoreResult,
     Timings,
+    TokenIds,
     Usage,
 )
 
@@ -42,6 +50,8 @@ if TYPE_CHECKING:
     from jprefill.model.checkpoints import Checkpoint
 
 log = logging.getLogger("jprefill.engine")
+
+LOOK_AHEAD = 4  # requests whose stored blocks are brought up early
 
 
 @runtime_checkable
@@ -51,8 +61,8 @@ class BatchRunner(Protocol):
     buckets: tuple[int, ...]
     vocab_size: int
 
-    def run(self, batch: Batch) -> BatchScores:
-        """One forward pass; blocks until the scores are on the host."""
+    def run(self, batch: Batch, meanwhile: Callable[[], None] | None = None) -> BatchScores:
+        """One forward pass; calls `meanwhile` while the device works, and blocks until the scores are on the host."""
         ...
 
 
@@ -71,19 +81,36 @@ class Engine:
         model_name: str,
         max_model_len: int,
         class_head: ClassHead | None = None,
+        store: Store | None = None,
+        grid: int = 1,
     ):
+        """Starts the engine thread.
+
+        Args:
+          store: of prefixes; None: there is none. The runner moves its blocks.
+          grid: KV rows on which segments start; see `scheduler.pieces`.
+        """
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.vocab_size = runner.vocab_size
         self.class_head = class_head
         self.config = config
         self._runner = runner
-        self._max_batch_tokens = runner.buckets[-1]
+        self._store = store or NoStore()
+        self._room = Room(runner.buckets[-1], runner.buckets[-1], grid)
         self._order = POLICIES[config.policy]
         self._queue = WaitingQueue(config.max_queued_requests, config.max_queued_tokens)
         self._running: Sequence[PendingRequest] = ()
         self._counts = dict.fromkeys(
-            ("num_finished", "num_failed", "num_batches", "num_prompt_tokens", "num_cached_tokens"), 0
+            (
+                "num_finished",
+                "num_failed",
+                "num_batches",
+                "num_prompt_tokens",
+                "num_cached_tokens",
+                "num_kept_tokens",
+            ),
+            0,
         )
         self._num_computed_tokens = 0
         self._device_busy_s = 0.0
@@ -107,6 +134,12 @@ class Engine:
         max_model_len = check_fit(limit, config, max_model_len)
         buckets = _buckets(max_model_len, config, chunk_size)
         runner = Runner(checkpoint.config, checkpoint.weights, config, buckets, progress=progress)
+        store = None
+        available = bytes_beside_passes(spec, config.dtype, runner.programs)
+        if num_blocks := num_pool_blocks(checkpoint.config, config, available):
+            pool = DevicePool.create(checkpoint.config, config.dtype, config.block_size, num_blocks, buckets[-1])
+            runner.pool = pool
+            store = make_store(checkpoint.config, checkpoint.weights, config, pool, checkpoint.name)
         runner.warm_up()
         return cls(
             runner,
@@ -114,6 +147,8 @@ class Engine:
             model_name=checkpoint.name,
             max_model_len=max_model_len,
             class_head=checkpoint.config.class_head,
+            store=store,
+            grid=1,
         )
 
     def submit(self, request: ScoreRequest) -> "Future[ScoreResult]":
@@ -127,40 +162,57 @@ class Engine:
         check(request, self.config, self.vocab_size, self.max_model_len, self.class_head)
         if not self.is_alive:
             raise NotReadyError("the engine is not running")
-        pending = PendingRequest(request, Future())
+        pending = PendingRequest(request, Future(), self._store.keys(request))
         self._queue.put(pending, retry_after_s=self._retry_after_s())
+        self._store.prefetch(pending.keys)
         return pending.future
+
+    def set_shared_tokens(self, token_ids: TokenIds) -> None:
+        """Leading tokens that salts do not separate in the prefix store. Call it before the first request."""
+        self._store.set_shared_tokens(token_ids)
 
     # ---- the engine thread ----------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         """Runs batches until the queue is closed and empty."""
         while waiting := self._queue.wait():
-            pieces = plan_batch(self._order(waiting), self._max_batch_tokens)
-            self._running = [piece.pending for piece in pieces]
-            self._queue.remove(self._running)
             try:
-                self._step(pieces)
+                self._step(self._plan(waiting))
             except Exception as error:  # the loop's edge: whatever it was, every request gets its answer
-                log.exception("a batch of %d requests failed", len(pieces))
-                self._recover(pieces, EngineError(f"the engine failed: {type(error).__name__}"))
+                log.exception("a batch of %d requests failed", len(self._running))
+                self._recover(waiting, EngineError(f"the engine failed: {type(error).__name__}"))
             self._running = ()
+
+    def _plan(self, waiting: Sequence[PendingRequest]) -> list[Piece]:
+        """Takes the requests of the next pass out of the queue; their pieces hold leases on the store."""
+        for pending in waiting:
+            if not pending.has_arrived:
+                pending.has_arrived = True
+                self._store.arrive(pending.keys)
+        pieces = plan_batch(self._order(waiting), self._room, self._store)
+        self._running = [piece.pending for piece in pieces]
+        self._queue.remove(self._running)
+        return pieces
 
     def _step(self, pieces: list[Piece]) -> None:
         """Packs, runs, unpacks, answers. A failure stays with the requests of this batch."""
         started_s = time.monotonic()
         bucket = next(b for b in self._runner.buckets if b >= sum(piece.num_tokens for piece in pieces))
         batch = pack(pieces, bucket)
-        scores = self._runner.run(batch)
+        scores = self._runner.run(batch, self._look_ahead)
         elapsed_s = time.monotonic() - started_s
         self._counts["num_batches"] += 1
         self._num_computed_tokens += batch.num_tokens
         self._device_busy_s += elapsed_s
         unfinished = []
         for piece, items in zip(pieces, unpack(pieces, scores), strict=True):
-            if not all(np.isfinite(item.logprobs).all() for item in items):
-                self._recover([piece], EngineError("the model gave a value that is not finite"), len(pieces) > 1)
-            elif self._collect(piece, items, started_s, elapsed_s):
+            is_good = all(np.isfinite(item.logprobs).all() for item in items)
+            may_retry = len(pieces) > 1 or piece.num_cached > 0
+            is_complete = is_good and self._collect(piece, items, started_s, elapsed_s)
+            self._store.release(piece.lease, is_good=is_good)
+            if not is_good:
+                self._retry([piece.pending], EngineError("the model gave a value that is not finite"), may_retry)
+            elif is_complete:
                 self._answer(piece.pending)
             else:
                 unfinished.append(piece.pending)
@@ -173,14 +225,14 @@ class Engine:
         pending.device_s += elapsed_s
         pending.scores += items
         pending.next_item = piece.end_item
-        # The prefix was computed once for all the items of this piece.
-        pending.num_cached_tokens += len(pending.request.prefix) * (len(items) - 1)
+        pending.num_cached_tokens += piece.num_saved_tokens
+        pending.num_kept_tokens += piece.num_kept_tokens
         return pending.num_items_left == 0
 
     def _answer(self, pending: PendingRequest) -> None:
         """The one answer of a finished request."""
         now = time.monotonic()
-        usage = Usage(pending.request.num_prompt_tokens, pending.num_cached_tokens)
+        usage = Usage(pending.request.num_prompt_tokens, pending.num_cached_tokens, pending.num_kept_tokens)
         timings = Timings(
             queue_s=(pending.started_s or now) - pending.submitted_s,
             device_s=pending.device_s,
@@ -189,19 +241,35 @@ class Engine:
         self._counts["num_finished"] += 1
         self._counts["num_prompt_tokens"] += usage.num_prompt_tokens
         self._counts["num_cached_tokens"] += usage.num_cached_tokens
+        self._counts["num_kept_tokens"] += usage.num_kept_tokens
         if pending.future.set_running_or_notify_cancel():
             pending.future.set_result(ScoreResult(tuple(pending.scores), usage, timings))
 
-    def _recover(self, pieces: Sequence[Piece], error: EngineError, may_retry: bool | None = None) -> None:
-        """After a failed batch: each of its requests runs once more, alone; one that fails alone gets the error."""
-        may_retry = len(pieces) > 1 if may_retry is None else may_retry
-        for piece in pieces:
-            if may_retry and not piece.pending.must_run_alone:
-                piece.pending.must_run_alone = True
-                self._queue.put_back([piece.pending])
+    def _recover(self, waiting: Sequence[PendingRequest], error: EngineError) -> None:
+        """After a failed pass or plan: the store starts anew, and each request of the pass gets its answer."""
+        self._store.recover()
+        failed = self._running
+        if not failed:  # the plan failed: nobody was taken out of the queue, and the first one goes
+            failed = waiting[:1]
+            self._queue.remove(failed)
+        self._retry(failed, error, len(failed) > 1)
+
+    def _retry(self, failed: Sequence[PendingRequest], error: EngineError, may_retry: bool) -> None:
+        """Each request runs once more, alone and without the store; one that fails so gets the error."""
+        for pending in failed:
+            if pending.future.done():  # it was answered before the failure, or its caller left
+                continue
+            if may_retry and not pending.must_run_alone:
+                pending.must_run_alone = True
+                self._queue.put_back([pending])
             else:
                 self._counts["num_failed"] += 1
-                fail(piece.pending, error)
+                fail(pending, error)
+
+    def _look_ahead(self) -> None:
+        """Brings blocks of the next requests up from lower tiers while the device works."""
+        for pending in self._order(self._queue.peek())[:LOOK_AHEAD]:
+            self._store.restore(pending.keys)
 
     # ---- around it ------------------------------------------------------------------------------------------------
 
@@ -226,6 +294,7 @@ class Engine:
             num_computed_tokens=self._num_computed_tokens,
             num_compiles_after_start=self._compiles.count,
             device_busy_s=self._device_busy_s,
+            tiers=self._store.stats(),
             **self._counts,
         )
 
@@ -235,6 +304,7 @@ class Engine:
         self._thread.join(timeout_s)
         self._queue.drop_all(NotReadyError("the engine was shut down before this request could run"))
         self._thread.join()
+        self._store.close(timeout_s)
         self._compiles.close()
 
 

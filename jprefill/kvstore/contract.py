@@ -61,6 +61,10 @@ class Store(Protocol):
         """Pins at most `limit` leading blocks on the device, after restoring those that a lower tier holds."""
         ...
 
+    def restore(self, keys: BlockKeys) -> None:
+        """Brings blocks from lower tiers to the device, where the next pass will want them."""
+        ...
+
     def shorten(self, lease: Lease, num_blocks: int) -> None:
         """Gives back the cached blocks of a lease from number `num_blocks` on."""
         ...
@@ -70,7 +74,7 @@ class Store(Protocol):
         ...
 
     def release(self, lease: Lease, *, is_good: bool) -> None:
-        """Ends a lease. Only if the pass was good may what it kept be found."""
+        """Ends a lease, once. Only if the pass was good may what it kept be found."""
         ...
 
     def recover(self) -> None:

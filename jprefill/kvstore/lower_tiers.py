@@ -76,6 +76,7 @@ class _Spill:
 class _Flush:
     deadline: float
     done: "Future[bool]"
+    writes_host: bool
     keys: Sequence[bytes] = ()
 
 
@@ -102,13 +103,13 @@ class LowerTiers:
         self._max_queued_blocks = max_queued_blocks
         self._lock = threading.Lock()
         self._moving: dict[bytes, _Move] = {}
-        self._num_queued = 0
+        self._num_queued = self._num_reading = 0  # blocks
         self._counts = {"host": Counter[str](), "disk": Counter[str]()}
         self._restore_s = {"host": 0.0, "disk": 0.0}
         self._upper: Tier = "disk" if host is None else "host"  # where blocks arrive
         self._is_closed = False
         self._writes: SimpleQueue[_Put | _Spill | _Flush | None] = SimpleQueue()
-        self._reads: SimpleQueue[tuple[bytes, Tokens] | None] = SimpleQueue()
+        self._reads: SimpleQueue[list[tuple[bytes, Tokens]] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=loop, name=f"jprefill-kv-{name}", daemon=True)
             for name, loop in (("writer", self._write_loop), ("reader", self._read_loop))
@@ -148,15 +149,18 @@ class LowerTiers:
         """
         if self.disk is None:
             return
-        limit = self._memory.stats().max_bytes // 2 // self.disk.form.payload_bytes - self._reads.qsize()
+        wanted = []
         with self._lock:
-            for i in range(first, min(end, first + limit)):
-                key = keys.hashes[i]
-                if self._is_closed or not self.has(key):
-                    return
+            room = self._memory.stats().max_bytes // 2 // self.disk.form.payload_bytes - self._num_reading
+            for key, tokens in zip(keys.hashes[first:end], keys.tokens[first:end], strict=True):
+                if len(wanted) >= room or self._is_closed or not self.has(key):
+                    break
                 if key not in self._moving and not self._memory.has(key):
                     self._moving[key] = _Move("disk", Future())
-                    self._reads.put((key, keys.tokens[i]))
+                    wanted.append((key, tokens))
+            self._num_reading += len(wanted)
+        if wanted:
+            self._reads.put(wanted)
 
     def fetch(self, keys: BlockKeys, first: int, end: int) -> list[np.ndarray]:
         """Payloads of the blocks `first`, `first + 1`, ... below `end`, up to the first missing or bad one.
@@ -203,17 +207,24 @@ class LowerTiers:
             self._writes.put(_Put(entries, pending))
             return True
 
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until what was put is stored, so that the queue has room again; whether it was in time."""
+        return self._wait_for_writer(timeout_s, writes_host=False)
+
     def flush(self, timeout_s: float) -> bool:
-        """Waits until what was put is stored, then writes host memory to disk, latest used first.
+        """As `drain`, then writes host memory to disk, latest used first.
 
         Returns:
           Whether all of it was done in time.
         """
+        return self._wait_for_writer(timeout_s, writes_host=True)
+
+    def _wait_for_writer(self, timeout_s: float, *, writes_host: bool) -> bool:
         done: Future[bool] = Future()
         with self._lock:
             if self._is_closed:
                 return False
-            self._writes.put(_Flush(time.monotonic() + timeout_s, done))
+            self._writes.put(_Flush(time.monotonic() + timeout_s, done, writes_host))
         try:
             return done.result(timeout_s)
         except TimeoutError:
@@ -280,7 +291,7 @@ class LowerTiers:
 
     def _do(self, job: _Put | _Spill | _Flush) -> None:
         if isinstance(job, _Flush):
-            job.done.set_result(self._flush(job.deadline))
+            job.done.set_result(not job.writes_host or self._flush(job.deadline))
             return
         try:
             if isinstance(job, _Put):
@@ -344,12 +355,15 @@ class LowerTiers:
 
     def _read_loop(self) -> None:
         while (wanted := self._reads.get()) is not None:
-            block = None
-            try:
-                block = None if self._is_closed else self._read(*wanted)
-            except Exception:  # the loop's edge, as above
-                log.exception("a read of the KV reader failed")
-            self._settle(wanted[0], block)
+            for key, tokens in wanted:
+                block = None
+                try:
+                    block = None if self._is_closed else self._read(key, tokens)
+                except Exception:  # the loop's edge, as above
+                    log.exception("a read of the KV reader failed")
+                self._settle(key, block)
+            with self._lock:
+                self._num_reading -= len(wanted)
 
     def _read(self, key: bytes, tokens: Tokens) -> HostBlock | None:
         payload = None if self.disk is None else self.disk.get(key, tokens)

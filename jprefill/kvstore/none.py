@@ -38,6 +38,9 @@ class NoStore:
         del limit
         return Lease(keys)
 
+    def restore(self, keys: BlockKeys) -> None:
+        """Nothing to bring."""
+
     def shorten(self, lease: Lease, num_blocks: int) -> None:
         """Nothing to give back."""
 

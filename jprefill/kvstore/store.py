@@ -4,8 +4,8 @@
     host memory    restored before a pass                 what was not used for longest goes down
     disk           survives the process                   what was not used for longest is deleted
 
-A cache may be slow or gone but never wrong: keys cover everything that KV depends on, tokens are compared again on a hit,
-and what a failed pass wrote is never found.
+A cache may be slow or gone but never wrong: keys cover everything that KV depends on, tokens are compared again on a
+hit, and what a failed pass wrote is never found.
 """
 
 import logging
@@ -102,6 +102,11 @@ class PrefixStore:
             blocks = np.concatenate([blocks, self._restore(keys, len(blocks), limit)])
         return Lease(keys, tuple(blocks.tolist()))
 
+    def restore(self, keys: BlockKeys) -> None:
+        """A lease that nobody uses: what it restored stays on the device."""
+        if self._lower is not None:
+            self.release(self.lease(keys, len(keys)), is_good=False)
+
     def _restore(self, keys: BlockKeys, first: int, limit: int) -> np.ndarray:
         """Brings consecutive blocks to the device, as many as have room there; pinned."""
         lower = self._lower
@@ -149,16 +154,14 @@ class PrefixStore:
     def release(self, lease: Lease, *, is_good: bool) -> None:
         """Unpins; commits what was kept, or gives its room back."""
         if (room := lease.reservation) is not None:
-            lease.reservation = None
             if is_good:
                 self._count(num_insertions=self._index.commit(room))
             else:
                 self._index.abandon(room)
         self._index.unpin(np.asarray(lease.cached, np.int32))
-        lease.cached = ()
 
     def recover(self) -> None:
-        """After a failed pass some arrays of the pool may be gone: all of it starts anew. Call it with no lease open."""
+        """After a failed pass some arrays of the pool may be gone: all starts anew. Leases end with it."""
         self._index.clear()
         self._pool.reset()
 

@@ -3,8 +3,9 @@
 import logging
 
 import jax
+import numpy as np
 
-from jprefill.config import EngineConfig
+from jprefill.config import DType, EngineConfig
 from jprefill.errors import ConfigError
 from jprefill.model.layouts import LayoutSpec
 from jprefill.model.memory import library_bytes
@@ -66,3 +67,18 @@ def check_fit(limit: int | None, settings: EngineConfig, max_model_len: int) -> 
     if max_model_len > limit:
         log.warning("max_model_len is %d: the model was made for %d, the device holds no more", limit, max_model_len)
     return min(limit, max_model_len)
+
+
+def bytes_beside_passes(spec: LayoutSpec, dtype: DType, programs: Programs) -> int | None:
+    """Device memory that is left for a prefix pool; None where the device does not say.
+
+    Call it when weights and KV buffer are on the device and no pass runs.
+    """
+    free = free_bytes()
+    if free is None:
+        return None
+    needed = max(programs.of(bucket).pass_bytes for bucket in programs.buckets)
+    # The KV buffer counts in a pass, and lies there already.
+    heads = spec.config.num_kv_heads * spec.config.head_dim
+    kv_bytes = 2 * programs.buckets[-1] * heads * np.dtype(dtype).itemsize
+    return free + kv_bytes - needed - library_bytes(spec.config, spec.quantization)

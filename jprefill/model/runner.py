@@ -1,6 +1,6 @@
 """Runs one batch on the device: embed, L layer programs, head. The engine thread alone calls it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -64,8 +64,12 @@ class Runner:
         self.dtype: DType = settings.dtype
         self._kv: KeyValues | None = self.programs.new_kv()
 
-    def run(self, batch: Batch) -> BatchScores:
+    def run(self, batch: Batch, meanwhile: Callable[[], None] | None = None) -> BatchScores:
         """One forward pass. Blocks until the scores are on the host.
+
+        Args:
+          meanwhile: called once everything is dispatched, while the device works. It may write to the pool: what it
+            writes comes after the pass.
 
         Raises:
           jax.errors.JaxRuntimeError: the device failed. The next pass gets a new KV buffer; blocks that this one was
@@ -85,7 +89,7 @@ class Runner:
                 x, kv = programs.layer(x, kv, layer, rows, num_chunks)
             if pool is not None and keeps is not None:
                 pool.keep(number, kv, keeps)
-        scores = self._read(programs, batch, x, kv, rows)
+        scores = self._read(programs, batch, x, kv, rows, meanwhile)
         # Attention may multiply stale rows by 0, which only finite ones survive.
         self._kv = kv if np.isfinite(scores.top_logprobs).all() else None
         return scores
@@ -110,7 +114,15 @@ class Runner:
             raise ValueError("the batch moves blocks, but the runner has no pool")
         return self.pool.table(moves)
 
-    def _read(self, programs: BucketPrograms, batch: Batch, x: jax.Array, kv: KeyValues, rows: Rows) -> BatchScores:
+    def _read(
+        self,
+        programs: BucketPrograms,
+        batch: Batch,
+        x: jax.Array,
+        kv: KeyValues,
+        rows: Rows,
+        meanwhile: Callable[[], None] | None,
+    ) -> BatchScores:
         """Head calls over all read rows; all are dispatched before the first is awaited."""
         calls = list(_head_calls(batch))
         if programs.fill_kv is None:
@@ -118,6 +130,8 @@ class Runner:
         else:
             last = self._layers[-1]
             answers = [programs.read[call.size](x, kv, last, self._head, rows, _reads(batch, call)) for call in calls]
+        if meanwhile is not None:
+            meanwhile()
         return _gather(batch, calls, answers)
 
 

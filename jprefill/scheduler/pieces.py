@@ -103,6 +103,22 @@ class Piece:
         return sum(len(self.pending.request.prefix) + len(item.token_ids) for item in self.items)
 
     @property
+    def num_saved_tokens(self) -> int:
+        """Prompt tokens that were not computed, as far as the caller may know.
+
+        Blocks of the shared prompt say what other tenants did, so a salted request does not count them.
+        """
+        num_saved = self.num_prompt_tokens - self.num_tokens
+        if self.pending.request.salt:
+            num_saved -= min(len(self.lease.cached), self.lease.keys.num_shared) * self.block_size
+        return max(0, num_saved)
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens whose KV the pass adds to the store."""
+        return 0 if self.lease.reservation is None else len(self.lease.reservation.blocks) * self.block_size
+
+    @property
     def needs_own_region(self) -> bool:
         """Whether new rows of the prefix must follow the cached ones: only then are they one range."""
         return self.num_cached < self.cut

@@ -28,6 +28,7 @@ class PendingRequest:
     num_cached_tokens: int = 0
     num_kept_tokens: int = 0
     must_run_alone: bool = False
+    has_arrived: bool = False
     scores: list[ItemScores] = field(default_factory=list)
 
     @property
@@ -94,6 +95,11 @@ class WaitingQueue:
                 if self._waiting or self._is_closed:
                     return tuple(self._waiting)
                 self._changed.wait()
+
+    def peek(self) -> Sequence[PendingRequest]:
+        """The waiting requests now, dead ones included."""
+        with self._changed:
+            return tuple(self._waiting)
 
     def remove(self, chosen: Sequence[PendingRequest]) -> None:
         """Takes requests out that `wait` has shown."""

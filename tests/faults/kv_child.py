@@ -1,7 +1,7 @@
 """Uses a disk tier in a process of its own, which the parent then kills, starves or locks out.
 
 kv_child.py write FOLDER SEED     puts blocks until it is killed; says "ready" once it writes
-kv_child.py put FOLDER            puts four blocks; prints what became of it as JSON
+kv_child.py put FOLDER            puts a few blocks; prints what became of it as JSON
 """
 
 import json
@@ -40,6 +40,8 @@ def write(folder: str, seed: int) -> None:
 
 
 def put(folder: str, limit: str = "") -> None:
+    keys = chain(4 if limit else 20)
+    payloads = [payload(key, FORM) for key in keys.hashes]  # NumPy loads parts late, which nobody may not read
     if limit == "file-size":
         resource.setrlimit(resource.RLIMIT_FSIZE, (FORM.file_bytes // 2, FORM.file_bytes // 2))
     if limit == "nobody":
@@ -49,8 +51,7 @@ def put(folder: str, limit: str = "") -> None:
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("jprefill.kvstore").addHandler(handler)
     tier = DiskTier(folder, 100 * FORM.file_bytes, FORM)
-    keys = chain(4 if limit else 20)
-    done = [tier.put(*pair, payload(pair[0], FORM)) for pair in zip(keys.hashes, keys.tokens, strict=True)]
+    done = [tier.put(*block) for block in zip(keys.hashes, keys.tokens, payloads, strict=True)]
     temporary = [path.name for path in Path(folder).glob("*/*/*.tmp")]
     record = {"done": done, "is_on": tier.is_on, "num_errors": tier.stats().num_errors}
     print(json.dumps(record | {"warnings": warnings, "temporary": temporary}))

@@ -188,6 +188,15 @@ def test_a_flush_keeps_the_latest_where_the_disk_is_smaller(tmp_path):
         assert (fetched(lower, old), fetched(lower, new)) == (0, 3)
 
 
+def test_draining_makes_room_in_the_queue_again():
+    one, other = chain(3), chain(3, seed=1)
+    with tiers(max_queued_blocks=3) as lower:
+        put(lower, one)
+        assert lower.drain(10.0)
+        assert put(lower, other)
+        assert lower.num_found(other, 0, 3) == 3
+
+
 def test_a_flush_ends_with_its_time():
     gate = threading.Event()
     with tiers() as lower:

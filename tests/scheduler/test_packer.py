@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jprefill.scheduler.packer import pack, plan_batch, unpack
+from jprefill.kvstore.none import NoStore
+from jprefill.scheduler.packer import pack, unpack
+from jprefill.scheduler.planning import Room, plan_batch
 from jprefill.scheduler.queue import PendingRequest
 from jprefill.types import BatchScores, Item, ScoreRequest
 
@@ -25,12 +27,20 @@ def request(prefix_len, *item_lens, num_targets=2):
     )
 
 
+STORE = NoStore()
+
+
 def pending(*args, **kwargs):
-    return PendingRequest(request(*args, **kwargs), Future())
+    one = request(*args, **kwargs)
+    return PendingRequest(one, Future(), STORE.keys(one))
+
+
+def plan(waiting, max_tokens):
+    return plan_batch(waiting, Room(max_tokens, max_tokens), STORE)
 
 
 def test_the_picture_in_the_docstring():
-    batch = pack(plan_batch([pending(2, 2, 1), pending(0, 1)], 8), bucket=8)
+    batch = pack(plan([pending(2, 2, 1), pending(0, 1)], 8), bucket=8)
     assert batch.num_tokens == 6
     assert batch.token_ids.tolist() == [0, 1, 100, 101, 100, 100, 0, 0]
     assert batch.positions.tolist() == [0, 1, 2, 3, 2, 0, 0, 0]
@@ -45,29 +55,29 @@ def test_the_picture_in_the_docstring():
 
 def test_requests_ride_together_while_they_fit():
     waiting = [pending(10, 5, 5), pending(0, 20), pending(0, 1)]
-    assert [p.num_tokens for p in plan_batch(waiting, 40)] == [20, 20]
-    assert [p.num_tokens for p in plan_batch(waiting, 41)] == [20, 20, 1]
+    assert [p.num_tokens for p in plan(waiting, 40)] == [20, 20]
+    assert [p.num_tokens for p in plan(waiting, 41)] == [20, 20, 1]
 
 
 def test_a_request_too_large_for_one_batch_is_cut_at_its_items():
     one = pending(10, 5, 5, 5)
-    [piece] = plan_batch([one, pending(0, 1)], 20)
+    [piece] = plan([one, pending(0, 1)], 20)
     assert (piece.first_item, piece.end_item, piece.num_tokens) == (0, 2, 20)
     one.next_item = 2
-    pieces = plan_batch([one, pending(0, 1)], 20)
+    pieces = plan([one, pending(0, 1)], 20)
     assert [(p.first_item, p.end_item) for p in pieces] == [(2, 3), (0, 1)]
 
 
 def test_a_later_request_is_never_cut():
-    pieces = plan_batch([pending(0, 10), pending(5, 5, 5)], 20)
+    pieces = plan([pending(0, 10), pending(5, 5, 5)], 20)
     assert len(pieces) == 1
 
 
 def test_a_request_that_must_run_alone_does():
     alone = pending(0, 3)
     alone.must_run_alone = True
-    assert len(plan_batch([alone, pending(0, 3)], 100)) == 1
-    assert len(plan_batch([pending(0, 3), alone], 100)) == 1
+    assert len(plan([alone, pending(0, 3)], 100)) == 1
+    assert len(plan([pending(0, 3), alone], 100)) == 1
 
 
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=4)
@@ -78,12 +88,16 @@ requests = st.lists(st.tuples(st.integers(0, 20), lengths, st.integers(1, 3)), m
 def test_every_row_sees_its_own_prompt_and_nothing_else(shapes):
     """Follow each row's ranges back to token ids: they must spell its prompt up to itself."""
     waiting = [pending(p, *items, num_targets=m) for p, items, m in shapes]
-    pieces = plan_batch(waiting, 64)
+    pieces = plan(waiting, 64)
     batch = pack(pieces, bucket=64)
     row = 0
     for piece in pieces:
         prefix = piece.pending.request.prefix
-        for front, tokens in [(prefix[:0], prefix), *((prefix, item.token_ids) for item in piece.items)]:
+        if piece.is_one_segment:
+            runs = [(prefix[:0], np.concatenate([prefix, piece.items[0].token_ids]))]
+        else:
+            runs = [(prefix[:0], prefix), *((prefix, item.token_ids) for item in piece.items)]
+        for front, tokens in runs:
             for t in range(len(tokens)):
                 seen = [*range(batch.prefix_lo[row], batch.prefix_hi[row])]
                 seen += range(batch.self_lo[row], batch.self_pos[row] + 1)
@@ -96,7 +110,7 @@ def test_every_row_sees_its_own_prompt_and_nothing_else(shapes):
 
 @given(requests)
 def test_unpack_undoes_pack(shapes):
-    pieces = plan_batch([pending(p, *items, num_targets=m) for p, items, m in shapes], 64)
+    pieces = plan([pending(p, *items, num_targets=m) for p, items, m in shapes], 64)
     batch = pack(pieces, bucket=64)
     marks = np.arange(len(batch.pair_ids), dtype=np.float32)
     rows = np.arange(len(batch.read_rows), dtype=np.int32)
@@ -114,7 +128,7 @@ def test_repeated_plans_serve_every_item_once_and_in_order(shapes, max_tokens):
     for _ in range(100):
         if not waiting:
             break
-        pieces = plan_batch(waiting, max_tokens)
+        pieces = plan(waiting, max_tokens)
         assert pieces
         assert sum(p.num_tokens for p in pieces) <= max_tokens
         for piece in pieces:
@@ -129,4 +143,4 @@ def test_repeated_plans_serve_every_item_once_and_in_order(shapes, max_tokens):
 
 def test_an_item_that_never_fits_is_a_bug_of_admission():
     with pytest.raises(ValueError, match="broadcast"):
-        pack(plan_batch([pending(0, 30)], 64), bucket=16)
+        pack(plan([pending(0, 30)], 64), bucket=16)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jprefill.errors import DeadlineExceededError, NotReadyError, QueueFullError
+from jprefill.kvstore.none import NoStore
 from jprefill.scheduler.queue import PendingRequest, WaitingQueue
 from jprefill.types import Item, ScoreRequest
 
@@ -15,7 +16,8 @@ from jprefill.types import Item, ScoreRequest
 def pending(num_tokens=4, deadline_s=None):
     ids = np.zeros(num_tokens, np.int32)
     item = Item(ids, np.zeros(1, np.int32), np.zeros((1, 1), np.int32))
-    return PendingRequest(ScoreRequest(np.zeros(0, np.int32), (item,), deadline_s=deadline_s), Future())
+    request = ScoreRequest(np.zeros(0, np.int32), (item,), deadline_s=deadline_s)
+    return PendingRequest(request, Future(), NoStore().keys(request))
 
 
 def queue(max_requests=3, max_tokens=100):

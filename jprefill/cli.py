@@ -297,6 +297,8 @@ def _is_number(cell: str) -> bool:
 
 _BENCHMARKS = {
     "offline": _module_command("jprefill.bench.offline", "time scoring in this process, without a server"),
+    "prefix": _module_command("jprefill.bench.prefix", "time requests that share profiles, with and without the store"),
+    "store": _module_command("jprefill.bench.store", "time the keys and the index of the prefix store"),
 }
 
 COMMANDS = {
@@ -306,5 +308,6 @@ COMMANDS = {
     "convert": Command("turn weights into a checkpoint of ours", _add_convert, _convert),
     "plan": _module_command("jprefill.planner.command", "what fits on a GPU, before you rent it"),
     "compare": _module_command("jprefill.bench.compare", "compare scores with a reference file"),
+    "kv": _module_command("jprefill.kvstore.command", "look into a disk tier, export and import its blocks"),
     "bench": Command("measure speed", _add_bench, _bench),
 }

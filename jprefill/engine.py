@@ -148,7 +148,7 @@ class Engine:
             max_model_len=max_model_len,
             class_head=checkpoint.config.class_head,
             store=store,
-            grid=1,
+            grid=runner.grid,
         )
 
     def submit(self, request: ScoreRequest) -> "Future[ScoreResult]":
@@ -320,7 +320,9 @@ def _buckets(max_model_len: int, config: EngineConfig, chunk_size: int) -> tuple
     """Compiled lengths; the last one holds the longest prompt and the largest batch."""
     wanted = max(max_model_len, config.max_batch_tokens or max_model_len)
     if config.buckets is None:
-        return default_buckets(wanted, chunk_size)
+        buckets = default_buckets(wanted, chunk_size)
+        # A bucket below one chunk has products of another shape, and so other bits.
+        return tuple(b for b in buckets if b >= chunk_size) if config.batch_invariant else buckets
     buckets = tuple(sorted(set(config.buckets)))
     if buckets[-1] < wanted or any(bucket % min(bucket, chunk_size) or bucket < 16 for bucket in buckets):
         raise ConfigError(

@@ -25,20 +25,23 @@ ATOL = 5e-5
 class Setup:
     """A tiny model, and engines over it that share one runner each."""
 
-    def __init__(self, num_blocks=96, **changes):
-        self.settings = replace(SETTINGS, block_size=16, **changes)
-        self.weights = flatten(make_model())
-        self.pool = DevicePool.create(CONFIG, "float32", 16, num_blocks, BUCKETS[-1])
+    def __init__(self, num_blocks=96, dtype="float32", **changes):
+        self.settings = replace(SETTINGS, block_size=16, dtype=dtype, **changes)
+        self.weights = {name: leaf.astype(dtype) for name, leaf in flatten(make_model()).items()}
+        self.pool = DevicePool.create(CONFIG, dtype, 16, num_blocks, BUCKETS[-1])
         self.runner = Runner(CONFIG, self.weights, self.settings, BUCKETS, pool=self.pool)
         self.runner.warm_up()
 
     def engine(self, **changes):
         chosen = replace(self.settings, **changes)
         store = make_store(CONFIG, self.weights, chosen, self.pool, "tiny")
-        return Engine(self.runner, chosen, model_name="tiny", max_model_len=1024, store=store)
+        return self._start(chosen, store)
 
     def plain(self):
-        return Engine(self.runner, self.settings, model_name="tiny", max_model_len=1024)
+        return self._start(self.settings, None)
+
+    def _start(self, chosen, store):
+        return Engine(self.runner, chosen, model_name="tiny", max_model_len=1024, store=store, grid=self.runner.grid)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +124,40 @@ def test_cached_is_uncached_over_random_requests(pair, cases):
         for ours, one in zip(ask(with_store, *requests), requests, strict=True):
             [theirs] = ask(without, one)
             np.testing.assert_allclose(logprobs(ours), logprobs(theirs), atol=ATOL)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def exact(request):
+    """Batch-invariant engines: one whose pool is far too small and has a host tier, one without a store."""
+    setup = Setup(num_blocks=40, dtype=request.param, chunk_size=256, batch_invariant=True)
+    engines = setup.engine(kv_host_bytes=16 * 2**20), setup.plain()
+    yield setup, *engines
+    for engine in engines:
+        engine.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases)
+def test_in_batch_invariant_mode_not_one_bit_differs(exact, cases):
+    """Packed with others, over blocks of the pool or the host, against each request alone and uncached."""
+    _, with_store, without = exact
+    for together in cases:
+        requests = [request(seed, 260 + length, *items) for seed, length, items in together]
+        for ours, one in zip(ask(with_store, *requests), requests, strict=True):
+            for index, item in enumerate(one.items):
+                [alone] = ask(without, ScoreRequest(one.prefix, (item,)))
+                np.testing.assert_array_equal(ours.items[index].logprobs, alone.items[0].logprobs)
+
+
+def test_in_batch_invariant_mode_the_disk_changes_no_bit_either(exact, tmp_path):
+    setup, _, without = exact
+    one = request(50, 560, 20, 33)
+    for _ in range(2):
+        engine = setup.engine(kv_disk_path=str(tmp_path))
+        [ours], [plain] = ask(engine, one), ask(without, one)
+        np.testing.assert_array_equal(logprobs(ours), logprobs(plain))
+        engine.close(timeout_s=30.0)
+    assert ours.usage.num_cached_tokens == 2 * 512  # both items; what is beyond the grid is computed again
 
 
 def test_evicted_blocks_come_back_from_the_host(tiny):

@@ -96,7 +96,7 @@ def _profile(maker: KeyMaker, seed: int) -> BlockKeys:
 
 
 def _filled(maker: KeyMaker, num_blocks: int, eviction: Eviction) -> tuple[BlockIndex, int]:
-    """A pool full of profiles, and the memory that its index took."""
+    """A pool full of profiles, and the memory that its index took. One profile of keys in the making is in it."""
     tracemalloc.start()
     try:
         index = BlockIndex(num_blocks, maker.block_size, make_order(eviction, num_blocks))

@@ -102,9 +102,7 @@ def _stat(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**sums, "models": [asdict(model) for model in models]}))
         return 0
-    print(
-        f"{sums['num_blocks']:,} blocks, {sums['num_bytes'] / 2**20:,.1f} MiB, {len(models)} {'model' if len(models) == 1 else 'models'}"
-    )
+    print(f"{sums['num_blocks']:,} blocks, {sums['num_bytes'] / 2**20:,.1f} MiB; models: {len(models)}")
     for m in models:
         print(f"{m.fingerprint[:12]}  {m.num_blocks:,} blocks  {m.num_bytes / 2**20:,.1f} MiB  {m.model}")
         print(f"{'':12}  last used {m.oldest} to {m.newest}")

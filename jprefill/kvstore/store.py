@@ -9,6 +9,7 @@ hit, and what a failed pass wrote is never found.
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -25,6 +26,7 @@ from jprefill.types import ScoreRequest, TierStats, TokenIds
 log = logging.getLogger("jprefill.kvstore")
 
 FLUSH_GROUP = 64  # blocks that are brought down at a time when the store closes
+MIN_FLUSH_S = 10.0  # who pays for a disk tier wants it filled, even by an engine that is closed at once
 
 
 @runtime_checkable
@@ -172,16 +174,20 @@ class PrefixStore:
         return {"device": device} | ({} if self._lower is None else self._lower.stats())
 
     def close(self, timeout_s: float) -> None:
-        """Moves the device's blocks to the disk tier, if there is one, for at most `timeout_s`."""
+        """Moves the device's blocks to the disk tier, if there is one, for at most `timeout_s`, or `MIN_FLUSH_S`."""
         lower = self._lower
         if lower is None:
             return
         if lower.disk is not None:
-            entries = list(self._index.entries())
+            deadline_s = time.monotonic() + max(timeout_s, MIN_FLUSH_S)
+            # Roots last: where there is no room for all, they are of use alone and their leaves are not.
+            entries = list(self._index.entries())[::-1]
             for start in range(0, len(entries), FLUSH_GROUP):
                 self._bring_down(entries[start : start + FLUSH_GROUP])
-            if not lower.flush(timeout_s):
-                log.warning("not all stored prefixes reached the disk within %.0f s", timeout_s)
+                if not lower.drain(deadline_s - time.monotonic()):
+                    break
+            if not lower.flush(deadline_s - time.monotonic()):
+                log.warning("not all stored prefixes reached the disk before the engine closed")
         lower.close()
 
     def _count(self, **changes: int) -> None:

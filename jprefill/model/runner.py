@@ -1,6 +1,6 @@
 """Runs one batch on the device: embed, L layer programs, head. The engine thread alone calls it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jprefill.model.layouts import KeyValues, LayoutSpec
 from jprefill.model.programs import BucketPrograms, Programs
 from jprefill.model.weights import EMBED, FINAL_NORM, head_name, layer_leaves, layer_name, quantization_of
 from jprefill.pallas.attention import KeyRanges
+from jprefill.pallas.attention.grid import key_block
 from jprefill.pallas.attention.selection import Heads, select_for_device
 from jprefill.pallas.device import default_chunk_size
 from jprefill.types import Batch, BatchScores, BlockMoves
@@ -34,6 +35,10 @@ class Runner:
     """Weights on the device and the executables that use them.
 
     Invariant: `run` compiles nothing; a batch that fits no bucket never gets here (`Engine.submit` refused it).
+
+    Attributes:
+      grid: KV rows on which cached prefixes and segments must start (see `scheduler.pieces`); 1 but for
+        `batch_invariant`.
     """
 
     def __init__(
@@ -50,11 +55,17 @@ class Runner:
 
         Args:
           pool: where `Batch.loads` come from and `Batch.keeps` go to; its `kv_rows` is the last bucket.
+
+        Raises:
+          ConfigError: weights, attention or buckets that the settings cannot go with.
         """
         self.config = config
         self.pool = pool
         self.vocab_size = config.vocab_size
         spec = layout_spec(config, weights, settings)
+        self.grid = _grid(spec, settings, buckets) if settings.batch_invariant else 1
+        # The same row in a call of another size is another product, with other bits.
+        self._head_sizes = HEAD_SIZES[:1] if settings.batch_invariant else HEAD_SIZES
         leaves = layer_leaves(config, np.dtype(settings.dtype), spec.quantization)
         self._layers = [_layer_weights(weights, layer, leaves) for layer in range(config.num_layers)]
         self._table = weights[EMBED]
@@ -99,7 +110,7 @@ class Runner:
         if self.pool is not None:
             self._kv = self.pool.warm_up(self._take_kv())
         for bucket in self.buckets:
-            for size in HEAD_SIZES:
+            for size in self._head_sizes:
                 self.run(_one_token(bucket, size.num_rows))
 
     def _take_kv(self) -> KeyValues:
@@ -124,7 +135,7 @@ class Runner:
         meanwhile: Callable[[], None] | None,
     ) -> BatchScores:
         """Head calls over all read rows; all are dispatched before the first is awaited."""
-        calls = list(_head_calls(batch))
+        calls = list(_head_calls(batch, self._head_sizes))
         if programs.fill_kv is None:
             answers = [programs.read[call.size](x, self._head, _reads(batch, call)) for call in calls]
         else:
@@ -154,6 +165,18 @@ def layout_spec(config: ModelConfig, weights: dict[str, jax.Array], settings: En
     )
 
 
+def _grid(spec: LayoutSpec, settings: EngineConfig, buckets: tuple[int, ...]) -> int:
+    """The KV rows on which `spec.attention` sums, where the buckets allow scores that never differ by a bit."""
+    kind = jax.local_devices()[0].device_kind
+    grid = key_block(spec.attention, head_dim=spec.config.head_dim, dtype=settings.dtype, device_kind=kind)
+    if min(buckets) < spec.chunk_size or max(buckets) % grid:
+        raise ConfigError(
+            f"buckets={buckets} with batch_invariant: each must be at least chunk_size={spec.chunk_size}, the last a "
+            f"multiple of {grid}"
+        )
+    return grid
+
+
 def _layer_weights(weights: dict[str, jax.Array], layer: int, leaves: Iterable[str]) -> LayerWeights:
     """The flat leaves of one layer, in the order its program was compiled for."""
     return {leaf: weights[layer_name(layer, leaf)] for leaf in leaves}
@@ -165,9 +188,9 @@ def _rows(batch: Batch) -> Rows:
     return Rows._make((batch.positions, ranges, None))
 
 
-def _head_calls(batch: Batch) -> Iterator[HeadCall]:
+def _head_calls(batch: Batch, sizes: Sequence[HeadSize]) -> Iterator[HeadCall]:
     """Cuts the pairs into calls; a row with more targets than a call holds is read again by the next one."""
-    small, large = HEAD_SIZES
+    small, large = sizes[0], sizes[-1]
     start, num_pairs = 0, len(batch.pair_ids)
     while start < num_pairs:
         first_row = int(batch.pair_rows[start])

@@ -138,7 +138,7 @@ def test_stat_counts_by_model(tmp_path, capsys):
     assert (newest["model"], newest["num_blocks"], newest["fingerprint"]) == ("other", 1, bytes(32).hex())
     assert (oldest["oldest"], oldest["newest"]) == ("2001-09-09T01:46:40+00:00", "2033-05-18T03:33:20+00:00")
     assert run("stat", "--kv-disk-path", tmp_path / "kv") == 0
-    assert capsys.readouterr().out.startswith("3 blocks, 0.0 MiB, 2 models\n")
+    assert capsys.readouterr().out.startswith("3 blocks, 0.0 MiB; models: 2\n")
 
 
 def test_stat_makes_no_folder(tmp_path):

@@ -36,6 +36,7 @@ FAMILIES = ["qwen2.5-7b", "qwen3-8b", "llama-3.2-1b", "smollm2-135m"]
 MODEL = find_model("llama-3.1-8b")
 SHAPES = layer_shapes(MODEL)
 MIB, GIB = 2**20, 2**30
+NUM_BLOCKS = 10_000  # of 16 tokens
 
 
 def buckets(gpu):
@@ -63,6 +64,18 @@ def quantized_job(gpu, quantization):
 def family_job(gpu, model):
     job = matrix_job(gpu, "triton", "stream", 8192)
     return replace(job, config=find_model(model), programs=("layer", "read_64"))
+
+
+def pool_job(gpu):
+    """What moves blocks, and a layer of a short bucket over the long buffer that it shares."""
+    programs = ("load", "keep", "read_blocks", "write_blocks")
+    return CompileJob(MODEL, "stream", "triton", CHUNK_SIZE[gpu], 32_768, programs=programs, num_blocks=NUM_BLOCKS)
+
+
+@cache
+def compiled_pool(gpu):
+    """By name; a few seconds, where `compiled` takes minutes."""
+    return compile_for(find_target(gpu), [pool_job(gpu)], keep_hlo=True)[0]
 
 
 @cache
@@ -145,6 +158,29 @@ def test_other_families_compile_in_place(gpu, model):
     job = family_job(gpu, model)
     layer = compiled(gpu)[job]["layer"].memory
     assert layer.alias_bytes == job.bucket * job.config.embed_dim * 2 + kv_bytes(job.config, job.bucket)
+
+
+@pytest.mark.parametrize("gpu", ATTENTION)
+def test_blocks_move_in_place(gpu):
+    """The pool and the KV buffer come back where they were; nothing as large as either is made on the way."""
+    job, reports = pool_job(gpu), compiled_pool(gpu)
+    layer_bytes = kv_bytes(MODEL, NUM_BLOCKS * job.block_size)
+    assert reports["load"].memory.alias_bytes == kv_bytes(MODEL, job.bucket)
+    assert reports["keep"].memory.alias_bytes == layer_bytes
+    assert reports["write_blocks"].memory.alias_bytes == layer_bytes * MODEL.num_layers
+    heads = (MODEL.num_kv_heads, MODEL.head_dim)
+    pool, buffer = (NUM_BLOCKS, job.block_size, *heads), (job.bucket, *heads)
+    flat = [(size[0], math.prod(size[1:])) for size in (pool, buffer)]
+    for name, report in reports.items():
+        assert not copies_of(report.hlo, [pool, buffer, *flat]), name
+        assert report.memory.temp_bytes <= 16 * MIB, name
+        # What comes back in place is the result of an update: a scatter, or the loop around it.
+        made = [i for i in buffers_of(report.hlo, math.prod(buffer)) if not _is_update(i)]
+        assert not made, (name, *map(str, made))
+
+
+def _is_update(instruction):
+    return instruction.opcode == "scatter" or "scatter" in instruction.name
 
 
 @pytest.mark.parametrize(

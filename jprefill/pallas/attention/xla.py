@@ -112,7 +112,9 @@ def _visit(
             is_seen = (key[None] >= low[:, None]) & (key[None] < high[:, None]) & is_new[None]
             scores = jnp.where(is_seen[None], scores, MASKED)
             values = jnp.where(is_new[:, None, None], values, 0)  # a weight of 0 times NaN is NaN
-        return _accumulate(carry, scores, values)
+        # The barrier keeps what follows the same machine code in all loops: a row's bits must not depend on whether
+        # other rows of its tile need a mask.
+        return _accumulate(carry, *lax.optimization_barrier((scores, values)))
 
     masked, whole = partial(step, is_masked=True), partial(step, is_masked=False)
     carry = lax.fori_loop(first, first_whole, masked, carry)

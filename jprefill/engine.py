@@ -30,7 +30,7 @@ from jprefill.pallas.device import default_chunk_size
 from jprefill.scheduler.admission import check
 from jprefill.scheduler.packer import pack, unpack
 from jprefill.scheduler.pieces import Piece
-from jprefill.scheduler.planning import Room, plan_batch
+from jprefill.scheduler.planning import Room, plan_batch, same_prefix_first
 from jprefill.scheduler.policy import POLICIES
 from jprefill.scheduler.queue import PendingRequest, WaitingQueue, fail
 from jprefill.types import (
@@ -188,8 +188,8 @@ class Engine:
         for pending in waiting:
             if not pending.has_arrived:
                 pending.has_arrived = True
-                self._store.arrive(pending.keys)
-        pieces = plan_batch(self._order(waiting), self._room, self._store)
+                pending.group = self._store.arrive(pending.request, pending.keys)
+        pieces = plan_batch(same_prefix_first(self._order(waiting)), self._room, self._store)
         self._running = [piece.pending for piece in pieces]
         self._queue.remove(self._running)
         return pieces

@@ -49,8 +49,12 @@ class Store(Protocol):
         """Starts bringing blocks from slow tiers to faster ones; returns at once. Any thread."""
         ...
 
-    def arrive(self, keys: BlockKeys) -> None:
-        """Counts a request that waits from now on."""
+    def arrive(self, request: ScoreRequest, keys: BlockKeys) -> bytes | None:
+        """Counts a request that waits from now on.
+
+        Returns:
+          The key of the last block that it shares, by its own word or with requests seen before; None: of none.
+        """
         ...
 
     def num_cached(self, keys: BlockKeys, limit: int) -> int:

@@ -37,7 +37,9 @@ class KeepPolicy:
         """Leading blocks worth keeping, whole ones only."""
         if self._keep == "none" or not request.uses_store:
             return 0
-        if self._keep == "all":
-            return len(keys)
+        return len(keys) if self._keep == "all" else self.num_shared(request, keys, block_size)
+
+    def num_shared(self, request: ScoreRequest, keys: BlockKeys, block_size: int) -> int:
+        """Leading whole blocks that others have too: as the request says, or as was seen."""
         num_declared = max(len(request.prefix), request.num_marked_tokens) // block_size
         return min(len(keys), max(num_declared, self.num_repeated(keys)))

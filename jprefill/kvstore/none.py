@@ -25,8 +25,9 @@ class NoStore:
     def prefetch(self, keys: BlockKeys) -> None:
         """Nothing to bring."""
 
-    def arrive(self, keys: BlockKeys) -> None:
+    def arrive(self, request: ScoreRequest, keys: BlockKeys) -> bytes | None:
         """Nothing to count."""
+        del request, keys
 
     def num_cached(self, keys: BlockKeys, limit: int) -> int:
         """None."""

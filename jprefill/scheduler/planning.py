@@ -1,6 +1,6 @@
 """Which waiting requests ride in the next pass, given what the store holds now. Pure Python and NumPy."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jprefill.kvstore.contract import Store
@@ -24,6 +24,19 @@ class Room:
     num_tokens: int
     num_kv_rows: int
     grid: int = 1
+
+
+def same_prefix_first(ordered: Sequence[PendingRequest]) -> Sequence[PendingRequest]:
+    """Brings requests with one prefix together, where the first of them stands: it is loaded once for all.
+
+    Whoever is first stays first, so every pass serves the head of the queue, whatever else arrives.
+    """
+    if not any(pending.group for pending in ordered):
+        return ordered
+    groups: dict[bytes | int, list[PendingRequest]] = {}
+    for number, pending in enumerate(ordered):
+        groups.setdefault(pending.group or number, []).append(pending)
+    return [pending for group in groups.values() for pending in group]
 
 
 def plan_batch(ordered: Iterable[PendingRequest], room: Room, store: Store) -> list[Piece]:

@@ -15,6 +15,9 @@ from jprefill.types import ItemScores, ScoreRequest, ScoreResult
 class PendingRequest:
     """A request on its way to its one answer. Only the engine thread changes it after `put`.
 
+    `group` is the key of the last block of its prompt that others have too; None: of none, as far as was known when it
+    arrived.
+
     Invariant: items `[0, next_item)` are in `scores`; the request is in the queue until `next_item` reaches the end.
     """
 
@@ -29,6 +32,7 @@ class PendingRequest:
     num_kept_tokens: int = 0
     must_run_alone: bool = False
     has_arrived: bool = False
+    group: bytes | None = None
     scores: list[ItemScores] = field(default_factory=list)
 
     @property

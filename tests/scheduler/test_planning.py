@@ -13,7 +13,7 @@ from jprefill.kvstore.index import BlockIndex
 from jprefill.kvstore.keep import KeepPolicy
 from jprefill.kvstore.store import PrefixStore
 from jprefill.scheduler.packer import pack
-from jprefill.scheduler.planning import Room, plan_batch
+from jprefill.scheduler.planning import Room, plan_batch, same_prefix_first
 from jprefill.scheduler.queue import PendingRequest
 from jprefill.types import Item, ScoreRequest
 
@@ -58,7 +58,7 @@ def request(prefix, *items, **changes):
 
 def pending(store, one):
     waiting = PendingRequest(one, Future(), store.keys(one))
-    store.arrive(waiting.keys)
+    waiting.group = store.arrive(one, waiting.keys)
     return waiting
 
 
@@ -153,6 +153,15 @@ def test_a_prefix_that_many_share_is_loaded_once():
     assert len(pack(pieces, 1024).loads.blocks) == 20
     for piece in pieces:
         store.release(piece.lease, is_good=True)
+
+
+def test_requests_with_one_prefix_ride_together_and_the_head_of_the_queue_stays_first():
+    store, _, _ = make_store()
+    users = [text(seed, 40) for seed in range(3)]
+    waiting = [pending(store, request(users[i % 3], text(10 + i, 9))) for i in range(9)]
+    single = pending(store, request(text(0, 0), text(99, 30)))
+    order = same_prefix_first([waiting[0], single, *waiting[1:]])
+    assert order == [waiting[0], waiting[3], waiting[6], single, *waiting[1::3], *waiting[2::3]]
 
 
 def test_single_use_prompts_are_never_kept_but_what_comes_twice_is():

@@ -209,7 +209,8 @@ class TierStats:
     """One tier of the prefix store. Counts of blocks; all but the first three only grow.
 
     Attributes:
-      num_hits: blocks found here when a request was planned; num_misses: blocks that were not, in this or a faster tier.
+      num_hits: blocks found here when a request was planned.
+      num_misses: blocks found neither here nor in a faster tier.
       num_restores: blocks brought from here to the device.
       is_on: False once a fault has switched the tier off.
     """

@@ -160,6 +160,65 @@ def test_in_batch_invariant_mode_the_disk_changes_no_bit_either(exact, tmp_path)
     assert ours.usage.num_cached_tokens == 2 * 512  # both items; what is beyond the grid is computed again
 
 
+def test_blocks_that_a_pass_computes_are_not_restored_meanwhile(tiny):
+    """Their end lies in a lower tier, their beginning was lost: no block may follow one that is not there yet."""
+    store = make_store(CONFIG, tiny.weights, replace(tiny.settings, kv_host_bytes=2**26), tiny.pool, "tiny")
+    keys = store.keys(request(60, 160, 20))
+    payloads = tiny.pool.read(range(4, 10))
+    store._lower.put([(keys.hashes[i], keys.tokens[i]) for i in range(4, 10)], payloads)
+    running = store.lease(keys.head(6), 6)
+    store.keep(running, request(60, 160, 20), 6)
+    assert len(running.reservation.blocks) == 6
+    store.restore(keys)
+    store.release(running, is_good=True)
+    assert store.num_cached(keys, len(keys)) == 10
+    lease = store.lease(keys, len(keys))
+    assert len(lease.cached) == 10
+    store.release(lease, is_good=True)
+    store.close(0.0)
+
+
+def random_requests(rng, num_requests):
+    """A few at a time, of eight prefixes: sometimes the prefix alone, sometimes with an ending that came before."""
+    while num_requests > 0:
+        together = []
+        for _ in range(int(rng.integers(1, 6))):
+            lengths = [int(n) for n in rng.integers(1, 40, rng.integers(1, 3))]
+            together.append(request(int(rng.integers(8)), int(rng.integers(0, 500)), *lengths))
+        num_requests -= len(together)
+        yield together
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["float32", "bit for bit"])
+def test_two_thousand_random_requests_through_every_tier(mode, tmp_path):
+    """Pool, host and disk are all too small, and the engine starts anew ten times over the same disk."""
+    is_exact = mode != "float32"
+    changes = {"dtype": "bfloat16", "chunk_size": 256, "batch_invariant": True} if is_exact else {}
+    setup = Setup(num_blocks=48, **changes)
+    payload_bytes = setup.pool.block_bytes
+    tiers = {
+        "kv_host_bytes": 40 * payload_bytes,
+        "kv_disk_path": str(tmp_path),
+        "kv_disk_bytes": 150 * (payload_bytes + 1024),
+    }
+    rng, without, num_hits = np.random.default_rng(11), setup.plain(), {"device": 0, "host": 0, "disk": 0}
+    for _ in range(10):
+        with_store = setup.engine(**tiers)
+        for together in random_requests(rng, 200):
+            for ours, theirs in zip(ask(with_store, *together), [ask(without, r)[0] for r in together], strict=True):
+                if is_exact:
+                    np.testing.assert_array_equal(logprobs(ours), logprobs(theirs))
+                else:
+                    np.testing.assert_allclose(logprobs(ours), logprobs(theirs), atol=ATOL)
+        for name, stats in with_store.stats().tiers.items():
+            num_hits[name] += stats.num_hits if name == "device" else stats.num_restores
+        with_store.close(timeout_s=30.0)
+    without.close()
+    assert all(count > 50 for count in num_hits.values()), num_hits
+
+
 def test_evicted_blocks_come_back_from_the_host(tiny):
     engine, without = tiny.engine(kv_host_bytes=2**26), tiny.plain()
     for seed in range(20, 26):  # 6 x 37 blocks through a pool of 96

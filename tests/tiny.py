@@ -1,5 +1,6 @@
 """Tiny real models for tests: random weights through the whole run-time path."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -7,9 +8,12 @@ from flax import nnx
 
 from jprefill.config import EngineConfig
 from jprefill.engine import Engine
+from jprefill.kvstore.none import NoStore
 from jprefill.model.config import ModelConfig, RopeConfig
 from jprefill.model.llama import Llama, flatten
 from jprefill.model.runner import Runner
+from jprefill.scheduler.pieces import Piece
+from jprefill.scheduler.queue import PendingRequest
 from jprefill.types import Item, ScoreRequest
 
 CONFIG = ModelConfig(
@@ -62,6 +66,14 @@ def label_item(token_ids, ids=(5, 17, 250)):
 
 def prompt(token_ids, ids=(5, 17, 250)):
     return ScoreRequest(np.zeros(0, np.int32), (label_item(token_ids, ids),))
+
+
+def whole_piece(request):
+    """All of a request in one pass, with no store."""
+    store = NoStore()
+    keys = store.keys(request)
+    pending = PendingRequest(request, Future(), keys)
+    return Piece(pending, 0, len(request.items), store.lease(keys, 0), store.block_size)
 
 
 def logprobs(result):

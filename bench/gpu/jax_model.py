@@ -12,6 +12,7 @@ import numpy as np
 
 from bench.gpu.parity_weights import parity_tokens, parity_weights
 from jprefill.config import EngineConfig
+from jprefill.kvstore.none import NoStore
 from jprefill.model.config import ModelConfig, RopeConfig
 from jprefill.model.layer import Rows
 from jprefill.model.layouts import KeyValues, LayoutSpec, layer_of
@@ -19,7 +20,8 @@ from jprefill.model.programs import Programs
 from jprefill.model.runner import Runner, layout_spec
 from jprefill.model.weights import EMBED, layer_name, layer_shapes, weight_shapes
 from jprefill.pallas.attention import KeyRanges
-from jprefill.scheduler.packer import Piece, pack
+from jprefill.scheduler.packer import pack
+from jprefill.scheduler.pieces import Piece
 from jprefill.scheduler.queue import PendingRequest
 from jprefill.types import Batch, Item, ScoreRequest
 
@@ -118,7 +120,9 @@ def packed_prompts(count: int, length: int, bucket: int, vocab_size: int) -> Bat
 
 def _piece(token_ids: np.ndarray, label_ids: tuple[int, ...]) -> Piece:
     item = Item(token_ids, np.array([len(token_ids) - 1], np.int32), np.array([label_ids], np.int32))
-    return Piece(PendingRequest(ScoreRequest(np.zeros(0, np.int32), (item,)), Future()), 0, 1)
+    request, store = ScoreRequest(np.zeros(0, np.int32), (item,)), NoStore()
+    keys = store.keys(request)
+    return Piece(PendingRequest(request, Future(), keys), 0, 1, store.lease(keys, 0), store.block_size)
 
 
 def parity(model: dict[str, Any], lengths: list[int], chunk_size: int, attention: str | None) -> dict[str, Any]:

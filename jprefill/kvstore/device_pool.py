@@ -175,10 +175,6 @@ class BlockReading:
         self._num_blocks = num_blocks
         self._payload = payload
 
-    def is_ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(part.is_ready() for part in self._parts)
-
     def wait(self) -> Payloads:
         """The blocks in the order that was asked for. Blocks until they are there; call it once.
 

@@ -19,6 +19,7 @@ DTYPES = ["float32", "bfloat16"]
 
 
 def make(dtype, buckets, **changes):
+    """Chunks of 256 tokens, a whole block of keys."""
     settings = replace(SETTINGS, dtype=dtype, chunk_size=256, batch_invariant=True, **changes)
     weights = {name: leaf.astype(dtype) for name, leaf in flatten(make_model()).items()}
     return Runner(CONFIG, weights, settings, buckets)
@@ -37,8 +38,9 @@ def score(runner, segments, **changes):
     return runner.run(make_batch(segments, bucket, **changes)).pair_logprobs.reshape(-1, 3)
 
 
-@pytest.mark.parametrize("layout", ["stream", "hybrid", "full"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [("float32", "stream"), ("bfloat16", "stream"), ("bfloat16", "hybrid"), ("float32", "full")]
+)
 def test_alone_packed_and_cached_have_the_same_bits(dtype, layout):
     runner = runner_of(dtype, layout)
     assert runner.grid == 256
@@ -104,7 +106,7 @@ def test_many_reads_have_the_same_bits_as_one():
 def test_what_cannot_keep_its_bits_is_refused():
     with pytest.raises(ConfigError, match=r"buckets=\(128, 512\) with batch_invariant: .*at least chunk_size=256"):
         make("float32", (128, 512))
-    with pytest.raises(ConfigError, match="attention='reference' with batch_invariant: .*xla, triton, mosaic"):
+    with pytest.raises(ConfigError, match=r"attention='reference' with batch_invariant: .*xla, triton, mosaic"):
         make("float32", (256,), attention="reference")
 
 
@@ -124,5 +126,5 @@ def test_the_grid_holds_every_tile(implementation, dtype, head_dim, kind, expect
 
 
 def test_heads_without_a_kernel_have_no_grid():
-    with pytest.raises(ConfigError, match="mosaic.*float32"):
+    with pytest.raises(ConfigError, match=r"mosaic.*float32"):
         key_block("mosaic", head_dim=128, dtype="float32", device_kind="NVIDIA H100 80GB HBM3")

@@ -79,7 +79,7 @@ def test_a_wish_that_does_not_fit_is_refused_with_the_limit(settings, text):
 
 
 def test_a_device_full_of_weights_is_refused():
-    with pytest.raises(ConfigError, match="no room for a pass of 64 tokens"):
+    with pytest.raises(ConfigError, match="no room for a pass of one chunk"):
         check_fit(0, SETTINGS, 1024)
 
 

@@ -1,6 +1,5 @@
 """Weight-only quantisation: its error, the product that uses it, and a whole model that runs on it."""
 
-from concurrent.futures import Future
 from dataclasses import replace
 
 import jax
@@ -12,7 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
-from tiny import CONFIG, SETTINGS, UNTIED, make_model, prompt, tokens
+from tiny import CONFIG, SETTINGS, UNTIED, make_model, prompt, tokens, whole_piece
 
 from jprefill.errors import CheckpointError, ConfigError
 from jprefill.model import quantized
@@ -21,8 +20,7 @@ from jprefill.model.llama import flatten
 from jprefill.model.quantized import QUANTIZED_DTYPES, Quantized, dequantize, from_blocks, kind_of, quantize
 from jprefill.model.runner import Runner
 from jprefill.model.weights import is_projection, layer_leaves, quantization_of, scale_name, weight_leaves
-from jprefill.scheduler.packer import Piece, pack, unpack
-from jprefill.scheduler.queue import PendingRequest
+from jprefill.scheduler.packer import pack, unpack
 
 KINDS = ["int8", "fp8"]
 ULP = 2.0**-22  # room for the float32 division and multiplication
@@ -180,7 +178,7 @@ def exact(model, token_ids):
 
 
 def run(config, weights, request, **changes):
-    piece = Piece(PendingRequest(request, Future()), 0, 1)
+    piece = whole_piece(request)
     runner = Runner(config, weights, replace(SETTINGS, **changes), (256,))
     [[item]] = unpack([piece], runner.run(pack([piece], 256)))
     return item

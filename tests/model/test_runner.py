@@ -1,16 +1,13 @@
 """One pass through the executables, against the plain NNX forward pass and against itself in other clothes."""
 
-from concurrent.futures import Future
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, UNTIED, label_item, make_model, make_runner, prompt, tokens
+from tiny import CONFIG, UNTIED, label_item, make_model, make_runner, prompt, tokens, whole_piece
 
 from jprefill.model.compiles import CompileCounter
-from jprefill.scheduler.packer import Piece, pack, unpack
-from jprefill.scheduler.queue import PendingRequest
+from jprefill.scheduler.packer import pack, unpack
 from jprefill.types import Item, ScoreRequest
 
 BOUND = 5e-5  # nats, float32: DESIGN.md 4
@@ -24,7 +21,7 @@ def runner():
 
 def score(runner, requests, bucket=None):
     """All requests in one pass."""
-    pieces = [Piece(PendingRequest(request, Future()), 0, len(request.items)) for request in requests]
+    pieces = [whole_piece(request) for request in requests]
     num_tokens = sum(piece.num_tokens for piece in pieces)
     bucket = bucket or next(b for b in runner.buckets if b >= num_tokens)
     return unpack(pieces, runner.run(pack(pieces, bucket)))

@@ -67,7 +67,7 @@ def family_job(gpu, model):
 
 
 def pool_job(gpu):
-    """What moves blocks, and a layer of a short bucket over the long buffer that it shares."""
+    """What moves blocks between a pool and the KV buffer, and between the pool and the host."""
     programs = ("load", "keep", "read_blocks", "write_blocks")
     return CompileJob(MODEL, "stream", "triton", CHUNK_SIZE[gpu], 32_768, programs=programs, num_blocks=NUM_BLOCKS)
 

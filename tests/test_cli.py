@@ -262,7 +262,13 @@ def test_convert_passes_its_flags_on(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("module", "argv"),
-    [("jprefill.bench.compare", ["compare"]), ("jprefill.bench.offline", ["bench", "offline"])],
+    [
+        ("jprefill.bench.compare", ["compare"]),
+        ("jprefill.bench.offline", ["bench", "offline"]),
+        ("jprefill.bench.prefix", ["bench", "prefix"]),
+        ("jprefill.bench.store", ["bench", "store"]),
+        ("jprefill.kvstore.command", ["kv"]),
+    ],
 )
 def test_commands_of_other_modules_bring_their_own_arguments(monkeypatch, module, argv):
     fake_module(
@@ -295,7 +301,12 @@ def test_version_and_help_need_no_jax():
         "import sys\nfrom jprefill.cli import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit: print('jax' in sys.modules)"
     )
-    for argv in (["--version"], ["--help"], ["score", "--help"], ["serve", "--help"]):
+    for argv in (
+        ["--version"],
+        ["--help"],
+        *[[name, "--help"] for name in ("score", "serve", "kv", "bench")],
+        ["bench", "prefix", "--help"],
+    ):
         result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
         assert result.stdout.endswith("False\n")
         assert result.stdout.startswith(("jprefill ", "usage: jprefill"))

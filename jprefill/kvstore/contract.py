@@ -61,6 +61,17 @@ class Store(Protocol):
         """Leading blocks, at most `limit`, that some tier holds now. Changes nothing."""
         ...
 
+    def num_on_device(self, keys: BlockKeys, limit: int) -> int:
+        """Those of them that need no restore."""
+        ...
+
+    def changes(self) -> Mapping[bytes, bool] | None:
+        """Keys of blocks that came to the device or left it since the last call, and whether they are there now.
+
+        None: anything may have changed.
+        """
+        ...
+
     def lease(self, keys: BlockKeys, limit: int) -> Lease:
         """Pins at most `limit` leading blocks on the device, after restoring those that a lower tier holds."""
         ...

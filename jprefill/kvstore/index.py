@@ -12,13 +12,14 @@ cached too, so a chain is found from its front, and only leaves may be evicted.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int32
 
 from jprefill.errors import EngineError
+from jprefill.kvstore.changes import ChangeLog
 from jprefill.kvstore.eviction import EvictionOrder, EvictionQueue
 from jprefill.kvstore.hashing import BlockKeys
 
@@ -96,6 +97,7 @@ class BlockIndex:
         """Forgets everything: cached, reserved and pinned blocks are free. Leases and reservations end with it."""
         num_blocks, block_size = self.num_blocks, self.block_size
         self._clock = 0
+        self._changes = ChangeLog(2 * num_blocks)
         self._blocks: dict[bytes, int] = {}  # of reserved and cached keys
         self._keys: list[bytes] = [b""] * num_blocks
         self._tokens = np.zeros((num_blocks, block_size), np.int32)
@@ -151,6 +153,10 @@ class BlockIndex:
     def num_matched(self, keys: BlockKeys, limit: int | None = None) -> int:
         """Length of `match`, from a dozen look-ups: for prices. Tokens are not compared."""
         return bisect_left(keys.hashes[:limit], True, key=lambda key: not self._is_cached(key))
+
+    def changes(self) -> Mapping[bytes, bool] | None:
+        """Keys committed or evicted since the last call, and whether they are cached now; None: any may have been."""
+        return self._changes.take()
 
     def entries(self) -> Iterator[Entry]:
         """All cached blocks, each after its parent. The index must not change meanwhile."""
@@ -250,6 +256,7 @@ class BlockIndex:
         worth = np.full(end - first, np.inf) if is_restore else self._worth(num_hits, depths)
         blocks, evicted = self._take(keys, first, parent, worth.tolist())
         self._learn(np.asarray([entry.depth for entry in evicted if not entry.num_hits], np.int32), is_used=False)
+        self._changes.note((entry.key for entry in evicted), is_cached=False)
         self._num_hits[blocks] = num_hits[: len(blocks)]
         self._tokens[blocks] = keys.tokens[first : first + len(blocks)]
         return Reservation(keys, first, blocks, tuple(evicted))
@@ -330,6 +337,7 @@ class BlockIndex:
             self.abandon(reservation)
             return 0
         self._states[blocks] = _CACHED
+        self._changes.note(reservation.hashes, is_cached=True)
         self._appraise(blocks)
         self._queue_if_evictable(int(blocks[-1]))
         return len(blocks)

@@ -34,6 +34,15 @@ class NoStore:
         del keys, limit
         return 0
 
+    def num_on_device(self, keys: BlockKeys, limit: int) -> int:
+        """None."""
+        del keys, limit
+        return 0
+
+    def changes(self) -> Mapping[bytes, bool]:
+        """Nothing ever changes."""
+        return {}
+
     def lease(self, keys: BlockKeys, limit: int) -> Lease:
         """An empty lease."""
         del limit

@@ -97,6 +97,14 @@ class PrefixStore:
             num_found += self._lower.num_found(keys, num_found, limit, counts=False)
         return num_found
 
+    def num_on_device(self, keys: BlockKeys, limit: int) -> int:
+        """Leading blocks that the device holds."""
+        return self._index.num_matched(keys, limit)
+
+    def changes(self) -> Mapping[bytes, bool] | None:
+        """Keys of blocks that came to the device or left it since the last call, and whether they are there now."""
+        return self._index.changes()
+
     def lease(self, keys: BlockKeys, limit: int) -> Lease:
         """Pins what the device holds, restores what a lower tier holds after it, and pins that too."""
         limit = min(limit, len(keys))

@@ -297,6 +297,7 @@ def _is_number(cell: str) -> bool:
 
 _BENCHMARKS = {
     "offline": _module_command("jprefill.bench.offline", "time scoring in this process, without a server"),
+    "jct": _module_command("jprefill.bench.jct", "how well job completion times are foretold"),
     "prefix": _module_command("jprefill.bench.prefix", "time requests that share profiles, with and without the store"),
     "store": _module_command("jprefill.bench.store", "time the keys and the index of the prefix store"),
 }

@@ -24,8 +24,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 import jprefill
-from jprefill.bench.local import load_checkpoint, positive, positive_list, running_engine
-from jprefill.bench.offline import DEMO_MODEL, num_threads
+from jprefill.bench.local import (
+    DEMO_MODEL,
+    load_checkpoint,
+    num_threads,
+    positive,
+    positive_list,
+    running_engine,
+)
 from jprefill.bench.parity import Scorer
 from jprefill.config import EngineConfig, default_buckets
 from jprefill.errors import ConfigError, EngineError

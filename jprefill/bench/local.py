@@ -1,6 +1,7 @@
 """Our own side of a comparison or benchmark: weights, tokenizer, running engine. JAX loads on first use."""
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,19 @@ from jprefill.tokenization.api import Tokenizer
 if TYPE_CHECKING:
     from jprefill.engine import Engine
     from jprefill.model.checkpoints import Checkpoint
+
+DEMO_MODEL = "checkpoints/smollm2-135m-instruct"
+_LABELS = (" the", " a")
+
+
+def num_threads() -> int:
+    """Cores that this process may use; a peer gets as many threads."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def demo_label_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """First tokens of two labels: any two plausible next tokens will do."""
+    return tuple(tokenizer.encode(label, add_bos=False)[0] for label in _LABELS)
 
 
 def load_checkpoint(path: str | Path, dtype: DType, quantization: Quantization | None = None) -> "Checkpoint":

@@ -7,7 +7,6 @@ forward pass alone, so what little the comparison leaves out is in the peer's fa
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,18 +20,24 @@ from typing import Any, get_args
 import numpy as np
 
 import jprefill
-from jprefill.bench.local import load_checkpoint, load_tokenizer, positive, positive_list, running_engine
+from jprefill.bench.local import (
+    DEMO_MODEL,
+    demo_label_ids,
+    load_checkpoint,
+    load_tokenizer,
+    num_threads,
+    positive,
+    positive_list,
+    running_engine,
+)
 from jprefill.bench.parity import Scorer
 from jprefill.bench.peer import DEFAULT_PYTHON, Peer, hf_command
 from jprefill.bench.prose import prose_windows
 from jprefill.config import DType, EngineConfig, Layout, Quantization
 from jprefill.errors import ConfigError
-from jprefill.tokenization.api import Tokenizer
 from jprefill.types import Item, ScoreRequest
 
-DEMO_MODEL = "checkpoints/smollm2-135m-instruct"
 DEMO_PEER_MODEL = Path(".cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-LABELS = (" the", " a")
 _PAUSE_S = 0.1  # worker threads of the side that just ran spin for a moment before they sleep
 
 
@@ -100,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = load_checkpoint(args.model, args.dtype, args.quantization)
     tokenizer = load_tokenizer(checkpoint)
     windows = prose_windows(tokenizer, args.lengths, args.repeat + 1)
-    label_ids = _label_ids(tokenizer)
+    label_ids = demo_label_ids(tokenizer)
     with ExitStack() as stack:
         engine = stack.enter_context(running_engine(checkpoint, _engine_config(args)))
         peer = stack.enter_context(Peer(command)) if command else None
@@ -136,16 +141,6 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         attention=args.attention,
         max_model_len=max(args.lengths),
     )
-
-
-def num_threads() -> int:
-    """Cores that this process may use; the peer gets as many threads."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _label_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """First tokens of the labels: any two plausible next tokens will do."""
-    return tuple(tokenizer.encode(label, add_bos=False)[0] for label in LABELS)
 
 
 def _setting(args: argparse.Namespace, peer: Peer | None) -> dict[str, Any]:

@@ -26,8 +26,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 import jprefill
-from jprefill.bench.local import load_checkpoint, load_tokenizer, positive, running_engine
-from jprefill.bench.offline import DEMO_MODEL, LABELS, num_threads
+from jprefill.bench.local import (
+    DEMO_MODEL,
+    demo_label_ids,
+    load_checkpoint,
+    load_tokenizer,
+    num_threads,
+    positive,
+    running_engine,
+)
 from jprefill.bench.parity import Scorer
 from jprefill.bench.prose import prose_windows
 from jprefill.config import EngineConfig
@@ -164,8 +171,7 @@ def workload(tokenizer: Tokenizer, shape: Shape) -> list[ScoreRequest]:
     """
     profiles = _windows(tokenizer, "--profile-tokens", shape.profile_tokens, shape.num_users)
     posts = _windows(tokenizer, "--post-tokens", shape.post_tokens, shape.num_requests)
-    label_ids = [tokenizer.encode(label, add_bos=False)[0] for label in LABELS]
-    rows, targets = np.array([shape.post_tokens - 1], np.int32), np.array([label_ids], np.int32)
+    rows, targets = np.array([shape.post_tokens - 1], np.int32), np.array([demo_label_ids(tokenizer)], np.int32)
     return [
         ScoreRequest(profiles[number % shape.num_users], (Item(post, rows, targets),))
         for number, post in enumerate(posts)

@@ -11,7 +11,7 @@ FIRST_BUCKET = 128  # tokens
 
 Layout = Literal["stream", "hybrid", "full"]
 DType = Literal["bfloat16", "float32", "float16"]
-Policy = Literal["fcfs"]
+Policy = Literal["jct", "srjf", "hrrn", "lpm", "fcfs"]
 Quantization = Literal["int8", "fp8"]
 Keep = Literal["prefix", "all", "none"]
 Eviction = Literal["saved_time", "lru"]
@@ -60,7 +60,11 @@ class EngineConfig(_Checked):
       max_queued_tokens: likewise, in tokens.
       max_items: items of one request.
       max_labels: target ids at one row.
-      policy: the order in which waiting requests are taken.
+      policy: the order in which waiting requests are taken: the least time first as the prefix store stands now (`jct`)
+        or stood at arrival (`srjf`), the highest response ratio, the longest cached prefix, or the first come.
+      fairness: seconds of its own time that `jct` forgives a request for each second that it has waited.
+      max_overtaken_s: others may go before a request for so long; see `scheduler.policy` for what follows.
+      packing: several requests may ride in one pass.
       kv_cache_memory_bytes: device memory for kept prefixes; None: what the memory plan leaves on a GPU, 512 MiB
         elsewhere; 0: no prefix store.
       block_size: tokens per block of the prefix store.
@@ -86,7 +90,10 @@ class EngineConfig(_Checked):
     max_queued_tokens: int = 4_000_000
     max_items: int = 4096
     max_labels: int = 1024
-    policy: Policy = "fcfs"
+    policy: Policy = "jct"
+    fairness: float = 0.05
+    max_overtaken_s: float = 30.0
+    packing: bool = True
     kv_cache_memory_bytes: int | None = None
     block_size: int = 16
     keep: Keep = "prefix"
@@ -105,6 +112,7 @@ class EngineConfig(_Checked):
             raise ConfigError(f"block_size={self.block_size}: must be a power of two, 8 to 256")
         self.at_least(1, "max_model_len", "max_batch_tokens", "max_queued_requests", "max_queued_tokens")
         self.at_least(1, "max_items", "max_labels")
+        self.at_least(0, "fairness", "max_overtaken_s")
         size = self.chunk_size
         if size is not None and (size < 16 or size & (size - 1)):
             raise ConfigError(f"chunk_size={size}: must be a power of two, at least 16")

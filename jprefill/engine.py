@@ -28,11 +28,13 @@ from jprefill.model.compiles import CompileCounter, use_cache
 from jprefill.model.runner import Runner, layout_spec
 from jprefill.pallas.device import default_chunk_size
 from jprefill.scheduler.admission import check
+from jprefill.scheduler.features import ChunkWalk
+from jprefill.scheduler.jct import JctModel
 from jprefill.scheduler.packer import pack, unpack
 from jprefill.scheduler.pieces import Piece
-from jprefill.scheduler.planning import Room, plan_batch, same_prefix_first
-from jprefill.scheduler.policy import POLICIES
-from jprefill.scheduler.queue import PendingRequest, WaitingQueue, fail
+from jprefill.scheduler.planning import Room
+from jprefill.scheduler.queue import Changes, PendingRequest, WaitingQueue, fail
+from jprefill.scheduler.scheduler import Scheduler
 from jprefill.types import (
     Batch,
     BatchScores,
@@ -83,12 +85,14 @@ class Engine:
         class_head: ClassHead | None = None,
         store: Store | None = None,
         grid: int = 1,
+        jct: JctModel | None = None,
     ):
         """Starts the engine thread.
 
         Args:
           store: of prefixes; None: there is none. The runner moves its blocks.
           grid: KV rows on which segments start; see `scheduler.pieces`.
+          jct: what passes take; None: a guess, which passes correct.
         """
         self.model_name = model_name
         self.max_model_len = max_model_len
@@ -97,8 +101,9 @@ class Engine:
         self.config = config
         self._runner = runner
         self._store = store or NoStore()
-        self._room = Room(runner.buckets[-1], runner.buckets[-1], grid)
-        self._order = POLICIES[config.policy]
+        room = Room(runner.buckets[-1], runner.buckets[-1], grid)
+        walk = ChunkWalk(config.chunk_size or default_chunk_size(), runner.buckets)
+        self._scheduler = Scheduler(config, self._store, jct or JctModel(), walk, room)
         self._queue = WaitingQueue(config.max_queued_requests, config.max_queued_tokens)
         self._running: Sequence[PendingRequest] = ()
         self._counts = dict.fromkeys(
@@ -175,28 +180,37 @@ class Engine:
 
     def _loop(self) -> None:
         """Runs batches until the queue is closed and empty."""
-        while waiting := self._queue.wait():
+        while (changes := self._queue.wait()) is not None:
             try:
-                self._step(self._plan(waiting))
+                self._step(changes)
             except Exception as error:  # the loop's edge: whatever it was, every request gets its answer
                 log.exception("a batch of %d requests failed", len(self._running))
-                self._recover(waiting, EngineError(f"the engine failed: {type(error).__name__}"))
+                self._recover(EngineError(f"the engine failed: {type(error).__name__}"))
             self._running = ()
 
-    def _plan(self, waiting: Sequence[PendingRequest]) -> list[Piece]:
-        """Takes the requests of the next pass out of the queue; their pieces hold leases on the store."""
-        for pending in waiting:
-            if not pending.has_arrived:
-                pending.has_arrived = True
-                pending.group = self._store.arrive(pending.request, pending.keys)
-        pieces = plan_batch(same_prefix_first(self._order(waiting)), self._room, self._store)
-        self._running = [piece.pending for piece in pieces]
-        self._queue.remove(self._running)
-        return pieces
-
-    def _step(self, pieces: list[Piece]) -> None:
-        """Packs, runs, unpacks, answers. A failure stays with the requests of this batch."""
+    def _step(self, changes: Changes) -> None:
+        """One pass, if anybody waits."""
         started_s = time.monotonic()
+        if pieces := self._plan(changes, started_s):
+            self._run(pieces, started_s)
+
+    def _plan(self, changes: Changes, now_s: float) -> list[Piece]:
+        """Takes the requests of the next pass out of the queue; their pieces hold leases on the store."""
+        self._scheduler.leave(changes.left)
+        self._scheduler.arrive(changes.came)
+        late = self._scheduler.late(now_s)
+        self._queue.shed(late, now_s)
+        self._scheduler.leave(late)
+        pieces = self._scheduler.plan(now_s)
+        taken = self._queue.take(piece.pending for piece in pieces)
+        for piece in pieces:
+            if piece.pending not in taken:  # it was dropped meanwhile: the engine is closing
+                self._store.release(piece.lease, is_good=False)
+        self._running = list(taken)
+        return [piece for piece in pieces if piece.pending in taken]
+
+    def _run(self, pieces: list[Piece], started_s: float) -> None:
+        """Packs, runs, unpacks, answers. A failure stays with the requests of this batch."""
         bucket = next(b for b in self._runner.buckets if b >= sum(piece.num_tokens for piece in pieces))
         batch = pack(pieces, bucket)
         scores = self._runner.run(batch, self._look_ahead)
@@ -204,6 +218,7 @@ class Engine:
         self._counts["num_batches"] += 1
         self._num_computed_tokens += batch.num_tokens
         self._device_busy_s += elapsed_s
+        self._scheduler.learn(pieces, elapsed_s)
         unfinished = []
         for piece, items in zip(pieces, unpack(pieces, scores), strict=True):
             is_good = all(np.isfinite(item.logprobs).all() for item in items)
@@ -245,13 +260,14 @@ class Engine:
         if pending.future.set_running_or_notify_cancel():
             pending.future.set_result(ScoreResult(tuple(pending.scores), usage, timings))
 
-    def _recover(self, waiting: Sequence[PendingRequest], error: EngineError) -> None:
-        """After a failed pass or plan: the store starts anew, and each request of the pass gets its answer."""
+    def _recover(self, error: EngineError) -> None:
+        """After a failed pass or plan: the store and the book start anew, and each request of the pass is answered."""
         self._store.recover()
-        failed = self._running
-        if not failed:  # the plan failed: nobody was taken out of the queue, and the first one goes
-            failed = waiting[:1]
-            self._queue.remove(failed)
+        failed, waiting = self._running, self._queue.take_all()
+        if not failed:  # the plan failed: the first one in arrival order goes
+            failed, waiting = waiting[:1], waiting[1:]
+        self._scheduler = self._scheduler.anew()
+        self._queue.put_back(waiting)
         self._retry(failed, error, len(failed) > 1)
 
     def _retry(self, failed: Sequence[PendingRequest], error: EngineError, may_retry: bool) -> None:
@@ -268,16 +284,16 @@ class Engine:
 
     def _look_ahead(self) -> None:
         """Brings blocks of the next requests up from lower tiers while the device works."""
-        for pending in self._order(self._queue.peek())[:LOOK_AHEAD]:
-            self._store.restore(pending.keys)
+        if self._store.has_lower_tiers:
+            for pending in self._scheduler.coming(time.monotonic(), LOOK_AHEAD):
+                self._store.restore(pending.keys)
 
     # ---- around it ------------------------------------------------------------------------------------------------
 
     def _retry_after_s(self) -> float:
-        """How long the waiting tokens will take at the speed seen so far."""
-        if not self._num_computed_tokens:
-            return 1.0
-        return max(1.0, self._queue.num_tokens * self._device_busy_s / self._num_computed_tokens)
+        """How long the waiting requests will take, those that came since the last decision included."""
+        num_priced = max(1, len(self._scheduler))
+        return max(1.0, self._scheduler.total_jct_s * max(1.0, self._queue.num_requests / num_priced))
 
     @property
     def is_alive(self) -> bool:

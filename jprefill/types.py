@@ -76,6 +76,7 @@ class ScoreRequest:
       uses_store: whether the prefix store may be read and written for it.
       num_marked_tokens: leading tokens of the prompts that the caller says will come again, so that their KV is kept;
         beyond the prefix they are those of the first item.
+      priority: the lower number goes first.
     """
 
     prefix: TokenIds
@@ -85,6 +86,7 @@ class ScoreRequest:
     head: Head = "tokens"
     uses_store: bool = True
     num_marked_tokens: int = 0
+    priority: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -24,18 +24,28 @@ class Lease:
     Attributes:
       cached: device blocks 0, 1, ... of the prompt: pinned.
       reservation: room for the blocks that follow, if any are worth keeping.
+      num_restored: of the cached blocks, those that a lower tier held until now.
     """
 
     keys: BlockKeys
     cached: tuple[int, ...] = ()
     reservation: Reservation | None = None
+    num_restored: int = 0
 
 
 @runtime_checkable
 class Store(Protocol):
-    """See the module. `NoStore` is the naive twin."""
+    """See the module. `NoStore` is the naive twin.
+
+    Attributes:
+      block_size: tokens.
+      block_bytes: of KV.
+      has_lower_tiers: whether blocks may have to be brought to the device.
+    """
 
     block_size: int
+    block_bytes: int
+    has_lower_tiers: bool
 
     def keys(self, request: ScoreRequest) -> BlockKeys:
         """Of the blocks of a request's prompt: of its prefix, and of its item where it has but one. Any thread."""

@@ -13,6 +13,8 @@ class NoStore:
     """Holds nothing and finds nothing; see `Store`."""
 
     block_size = 16
+    block_bytes = 0
+    has_lower_tiers = False
 
     def keys(self, request: ScoreRequest) -> BlockKeys:
         """No blocks."""

@@ -60,7 +60,8 @@ class PrefixStore:
     def __init__(
         self, pool: Pool, index: BlockIndex, policy: KeepPolicy, fingerprint: bytes, lower: LowerTiers | None = None
     ):
-        self.block_size = pool.block_size
+        self.block_size, self.block_bytes = pool.block_size, pool.block_bytes
+        self.has_lower_tiers = lower is not None
         self._pool, self._index, self._lower, self._policy = pool, index, lower, policy
         self._fingerprint = fingerprint
         self._key_maker = KeyMaker(fingerprint, pool.block_size)
@@ -110,9 +111,10 @@ class PrefixStore:
         limit = min(limit, len(keys))
         blocks = self._index.match(keys, limit)
         self._index.pin(blocks)
-        if self._lower is not None and len(blocks) < limit:
-            blocks = np.concatenate([blocks, self._restore(keys, len(blocks), limit)])
-        return Lease(keys, tuple(blocks.tolist()))
+        if self._lower is None or len(blocks) == limit:
+            return Lease(keys, tuple(blocks.tolist()))
+        restored = self._restore(keys, len(blocks), limit)
+        return Lease(keys, (*blocks.tolist(), *restored.tolist()), num_restored=len(restored))
 
     def restore(self, keys: BlockKeys) -> None:
         """A lease that nobody uses: what it restored stays on the device."""

@@ -1,6 +1,6 @@
 """Which waiting requests ride in the next pass, given what the store holds now. Pure Python and NumPy."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jprefill.kvstore.contract import Store
@@ -26,27 +26,19 @@ class Room:
     grid: int = 1
 
 
-def same_prefix_first(ordered: Sequence[PendingRequest]) -> Sequence[PendingRequest]:
-    """Brings requests with one prefix together, where the first of them stands: it is loaded once for all.
-
-    Whoever is first stays first, so every pass serves the head of the queue, whatever else arrives.
-    """
-    if not any(pending.group for pending in ordered):
-        return ordered
-    groups: dict[bytes | int, list[PendingRequest]] = {}
-    for number, pending in enumerate(ordered):
-        groups.setdefault(pending.group or number, []).append(pending)
-    return [pending for group in groups.values() for pending in group]
-
-
-def plan_batch(ordered: Iterable[PendingRequest], room: Room, store: Store) -> list[Piece]:
+def plan_batch(
+    ordered: Iterable[PendingRequest], room: Room, store: Store, *, budget: int | None = None
+) -> list[Piece]:
     """Takes whole requests in order while they fit, each with a lease that the caller must release.
+
+    Args:
+      budget: tokens to compute beyond which others do not join the first request; None: as many as there is room for.
 
     The first request is taken in any case: if not all its items fit, as many as do; the rest follow in later batches.
     Any single item with its prefix fits, because admission refused longer ones. A request is left for the next pass if
     this one computes and keeps blocks that it needs too: equal prefixes are computed once.
     """
-    plan = _Plan(room, store)
+    plan = _Plan(room, store, room.num_tokens if budget is None else min(budget, room.num_tokens))
     for pending in ordered:
         if pending.must_run_alone and plan.pieces:
             break
@@ -62,9 +54,9 @@ def plan_batch(ordered: Iterable[PendingRequest], room: Room, store: Store) -> l
 class _Plan:
     """One batch while it is being filled."""
 
-    def __init__(self, room: Room, store: Store):
+    def __init__(self, room: Room, store: Store, budget: int):
         self.pieces: list[Piece] = []
-        self._room, self._store = room, store
+        self._room, self._store, self._budget = room, store, budget
         self._num_tokens = self._num_kv_rows = 0
         self._loaded: set[int] = set()  # last blocks of the prefixes that are in the batch, and all before them
         self._computed: set[bytes] = set()  # keys of blocks that the batch keeps
@@ -114,7 +106,8 @@ class _Plan:
         for item in piece.pending.request.items[piece.first_item :]:
             length = tail + len(item.token_ids)
             next_row = ceil(row, grid) + length
-            if num_tokens + length > self._room.num_tokens or next_row > self._room.num_kv_rows:
+            limit = self._budget if self.pieces else self._room.num_tokens
+            if num_tokens + length > limit or next_row > self._room.num_kv_rows:
                 break
             num_tokens, row = num_tokens + length, next_row
             piece.end_item += 1

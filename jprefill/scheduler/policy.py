@@ -30,9 +30,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from jprefill.config import Policy
-from jprefill.scheduler.queue import PendingRequest
-
 Keys = Float64[np.ndarray, " _"] | Int64[np.ndarray, " _"]
 Slots = Int64[np.ndarray, " _"]
 
@@ -151,15 +148,3 @@ def smallest_first(slots: Slots, keys: Sequence[Keys]) -> Iterator[int]:
             yield int(tied[0])
         slots = slots[values > edge]
         size *= 4
-
-
-# TODO(#5): goes when the engine takes its order from `pricing.PriceBook`.
-Order = Callable[[Sequence[PendingRequest]], Sequence[PendingRequest]]
-
-
-def first_come_first_served(waiting: Sequence[PendingRequest]) -> Sequence[PendingRequest]:
-    """Arrival order."""
-    return waiting
-
-
-POLICIES: dict[Policy, Order] = {"fcfs": first_come_first_served}

@@ -22,7 +22,7 @@ from jprefill.kvstore.hashing import BlockKeys
 from jprefill.scheduler.features import Amounts, ChunkWalk, Features, Load, load_of
 from jprefill.scheduler.jct import JctModel
 from jprefill.scheduler.pieces import num_cacheable_blocks
-from jprefill.scheduler.policy import Rule, Waiting, smallest_first
+from jprefill.scheduler.policy import Keys, Rule, Waiting, smallest_first
 from jprefill.scheduler.queue import PendingRequest
 
 _NOBODY: set["_Entry"] = set()
@@ -112,6 +112,7 @@ class PriceBook:
         self._entries: list[_Entry] = []  # by slot; dense: the last one fills a gap
         self._by_pending: dict[PendingRequest, _Entry] = {}
         self._watched: dict[bytes, set[_Entry]] = {}
+        self._groups: dict[bytes, set[_Entry]] = {}
         self._num_priced = 0  # entries from here on are new
         self._num_arrived = self._next_refresh = 0
         self.total_jct_s = 0.0
@@ -122,7 +123,11 @@ class PriceBook:
 
     # ---- who waits ------------------------------------------------------------------------------------------------
 
-    def add(self, pending: PendingRequest, *, priority: int = 0) -> None:
+    def __contains__(self, pending: PendingRequest) -> bool:
+        """Whether a request waits here."""
+        return pending in self._by_pending
+
+    def add(self, pending: PendingRequest) -> None:
         """A request waits from now on, or again: then its items that are done cost nothing more.
 
         It is priced with all others that came by the next `reprice`: one by one would cost ten times as much.
@@ -133,8 +138,10 @@ class PriceBook:
         entry = _Entry(pending, slot, self._limit(pending))
         self._entries.append(entry)
         self._by_pending[pending] = entry
+        if pending.group is not None:
+            self._groups.setdefault(pending.group, set()).add(entry)
         self._num_arrived += 1
-        request = pending.request
+        request, priority = pending.request, pending.request.priority
         columns["number"][slot] = self._num_arrived
         columns["submitted_s"][slot] = pending.submitted_s
         columns["due_s"][slot] = self._rule.due_s(pending.submitted_s, priority)
@@ -150,6 +157,8 @@ class PriceBook:
         for pending in chosen:
             entry = self._by_pending.pop(pending)
             self._unwatch(entry)
+            if pending.group is not None:
+                self._leave_group(entry, pending.group)
             last = self._entries.pop()
             if last is not entry:
                 for column in self._columns.values():
@@ -157,6 +166,17 @@ class PriceBook:
                 last.slot = entry.slot
                 self._entries[last.slot] = last
         self._num_priced = len(self._entries)
+
+    def _leave_group(self, entry: _Entry, group: bytes) -> None:
+        members = self._groups[group]
+        members.discard(entry)
+        if not members:
+            del self._groups[group]
+
+    def late(self, now_s: float) -> list[PendingRequest]:
+        """Requests whose deadline has passed."""
+        slots = np.flatnonzero(self._columns["deadline_s"][: len(self._entries)] < now_s)
+        return [self._entries[slot].pending for slot in slots.tolist()]
 
     # ---- what it costs --------------------------------------------------------------------------------------------
 
@@ -260,7 +280,9 @@ class PriceBook:
     def order(self, now_s: float) -> Iterator[PendingRequest]:
         """The waiting requests as the next pass should take them; nothing may be added or removed meanwhile.
 
-        Sorted only as far as it is asked for: a decision looks at ten thousand requests and takes a handful.
+        Requests with one prefix come together, where the first of them stands: it is loaded once for all. Whoever is
+        first stays first. Sorted only as far as it is asked for: a decision looks at ten thousand requests and takes a
+        handful.
         """
         self.reprice()
         self._refresh()
@@ -282,8 +304,19 @@ class PriceBook:
             columns["deadline_s"],
             columns["number"],
         )
+        come: set[int] = set()
         for slot in smallest_first(np.arange(len(self._entries)), keys):
-            yield self._entries[slot].pending
+            if slot not in come:
+                for one in (slot, *self._companions(slot, keys)):
+                    come.add(one)
+                    yield self._entries[one].pending
+
+    def _companions(self, slot: int, keys: Sequence[Keys]) -> Iterator[int]:
+        """The others that have the prefix of this one, in order."""
+        group = self._entries[slot].pending.group
+        members = self._groups[group] if group is not None else _NOBODY
+        others = np.array([entry.slot for entry in members if entry.slot != slot], np.int64)
+        return smallest_first(others, keys)
 
     def _refresh(self) -> None:
         """Looks a few requests up again, the next ones each time."""

@@ -2,9 +2,12 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from jprefill.errors import DeadlineExceededError, NotReadyError, QueueFullError
 from jprefill.kvstore.hashing import BlockKeys
@@ -41,15 +44,32 @@ class PendingRequest:
         return len(self.request.items) - self.next_item
 
 
-class WaitingQueue:
-    """Bounded, thread-safe. Callers `put`; the engine thread alone calls `wait`, `remove` and `put_back`.
+class Changes(NamedTuple):
+    """What happened to the queue since the engine thread looked last.
 
-    Invariant: a request leaves by `remove` (alive), or is shed with a typed error in its future; never silently.
+    Attributes:
+      came: requests that wait from now on, or again.
+      left: requests whose caller has left, or that were dropped; one that never came may be among them.
+    """
+
+    came: list[PendingRequest]
+    left: list[PendingRequest]
+
+
+class WaitingQueue:
+    """Bounded, thread-safe. Callers `put`; the engine thread alone calls `wait`, `poll`, `take` and `put_back`.
+
+    Every call but `drop_all` costs the same however many wait. The order is not known here: see `Scheduler`.
+
+    Invariant: a request leaves by `take` (alive), or with a typed error or a cancelled future; never silently.
     """
 
     def __init__(self, max_requests: int, max_tokens: int):
         self._max_requests, self._max_tokens = max_requests, max_tokens
-        self._waiting: list[PendingRequest] = []
+        self._waiting: dict[PendingRequest, None] = {}
+        self._came: list[PendingRequest] = []
+        self._cancelled: deque[PendingRequest] = deque()  # a caller's thread appends without the lock
+        self._dropped: list[PendingRequest] = []
         self._num_tokens = 0
         self._is_closed = False
         self._parting: Exception | None = None
@@ -57,7 +77,7 @@ class WaitingQueue:
         self.num_shed = 0
 
     def put(self, pending: PendingRequest, retry_after_s: float = 1.0) -> None:
-        """Adds a request at the end.
+        """Adds a request.
 
         Raises:
           QueueFullError: it would pass `max_requests` or `max_tokens`; nothing was queued.
@@ -77,61 +97,81 @@ class WaitingQueue:
                     f"{self._max_tokens}",
                     retry_after_s=retry_after_s,
                 )
-            self._waiting.append(pending)
-            self._num_tokens += num_tokens
+            self._add(pending)
             self._changed.notify()
+        pending.future.add_done_callback(partial(self._note_cancelled, pending))
+
+    def _add(self, pending: PendingRequest) -> None:
+        self._waiting[pending] = None
+        self._came.append(pending)
+        self._num_tokens += pending.request.num_tokens
+
+    def _note_cancelled(self, pending: PendingRequest, future: "Future[ScoreResult]") -> None:
+        if future.cancelled():
+            self._cancelled.append(pending)
 
     def put_back(self, pending: Sequence[PendingRequest]) -> None:
-        """Returns requests that were removed, to the front and whatever the limits: they had been accepted."""
+        """Returns requests that were taken, whatever the limits: they had been accepted."""
         with self._changed:
             if self._parting is None:
-                self._waiting[:0] = pending
-                self._num_tokens += sum(p.request.num_tokens for p in pending)
+                for one in pending:
+                    self._add(one)
                 return
         for one in pending:
             fail(one, self._parting)
 
-    def wait(self) -> Sequence[PendingRequest]:
-        """Blocks until there is work, shedding what is dead; the waiting requests, or () once closed and empty."""
+    def wait(self) -> Changes | None:
+        """Blocks until somebody waits, and says what changed; None once closed and empty."""
         with self._changed:
             while True:
-                self._shed()
-                if self._waiting or self._is_closed:
-                    return tuple(self._waiting)
+                changes = self._take_changes()
+                if self._waiting:
+                    return changes
+                if self._is_closed:
+                    return None
                 self._changed.wait()
 
-    def peek(self) -> Sequence[PendingRequest]:
-        """The waiting requests now, dead ones included."""
+    def poll(self) -> Changes:
+        """What changed; does not block."""
         with self._changed:
-            return tuple(self._waiting)
+            return self._take_changes()
 
-    def remove(self, chosen: Sequence[PendingRequest]) -> None:
-        """Takes requests out that `wait` has shown."""
-        taken = set(map(id, chosen))
+    def _take_changes(self) -> Changes:
+        left, self._dropped = self._dropped, []
+        while self._cancelled:
+            pending = self._cancelled.popleft()
+            if self._remove(pending):
+                self.num_shed += 1
+                left.append(pending)
+        came, self._came = self._came, []
+        return Changes([pending for pending in came if pending in self._waiting], left)
+
+    def _remove(self, pending: PendingRequest) -> bool:
+        """False if it does not wait."""
+        if pending not in self._waiting:
+            return False
+        del self._waiting[pending]
+        self._num_tokens -= pending.request.num_tokens
+        return True
+
+    def take(self, chosen: Iterable[PendingRequest]) -> set[PendingRequest]:
+        """Takes requests out; those that still waited."""
         with self._changed:
-            self._waiting = [p for p in self._waiting if id(p) not in taken]
-            self._num_tokens -= sum(p.request.num_tokens for p in chosen)
+            return {pending for pending in chosen if self._remove(pending)}
 
-    def _shed(self) -> None:
-        """Drops requests whose caller left or whose deadline passed."""
-        now = time.monotonic()
-        kept = []
-        for pending in self._waiting:
-            deadline_s = pending.request.deadline_s
-            if pending.future.cancelled():
-                self.num_shed += 1
-            elif deadline_s is not None and now > deadline_s:
-                self.num_shed += 1
-                late_ms = 1000 * (now - deadline_s)
-                fail(
-                    pending,
-                    DeadlineExceededError(f"the deadline passed {late_ms:.0f} ms before the batch started"),
-                )
-            else:
-                kept.append(pending)
-                continue
-            self._num_tokens -= pending.request.num_tokens
-        self._waiting = kept
+    def take_all(self) -> list[PendingRequest]:
+        """Takes everything out, in order of arrival."""
+        with self._changed:
+            self._came = []
+            waiting = sorted(self._waiting, key=lambda pending: pending.submitted_s)
+            return [pending for pending in waiting if self._remove(pending)]
+
+    def shed(self, late: Iterable[PendingRequest], now_s: float) -> None:
+        """Answers requests whose deadline has passed."""
+        for pending in self.take(late):
+            self.num_shed += 1
+            late_ms = 1000 * (now_s - (pending.request.deadline_s or now_s))
+            fail(pending, DeadlineExceededError(f"the deadline passed {late_ms:.0f} ms before the batch started"))
 
     def close(self) -> None:
         """Refuses new requests from now on; `wait` goes on until nothing waits."""
@@ -143,7 +183,9 @@ class WaitingQueue:
         """Answers everything that waits, and whatever is put back later, with `error`."""
         with self._changed:
             self._parting = error
-            dropped, self._waiting, self._num_tokens = self._waiting, [], 0
+            dropped = list(self._waiting)
+            self._waiting, self._num_tokens = {}, 0
+            self._dropped += dropped
         for pending in dropped:
             fail(pending, error)
 

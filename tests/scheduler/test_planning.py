@@ -13,7 +13,7 @@ from jprefill.kvstore.index import BlockIndex
 from jprefill.kvstore.keep import KeepPolicy
 from jprefill.kvstore.store import PrefixStore
 from jprefill.scheduler.packer import pack
-from jprefill.scheduler.planning import Room, plan_batch, same_prefix_first
+from jprefill.scheduler.planning import Room, plan_batch
 from jprefill.scheduler.queue import PendingRequest
 from jprefill.types import Item, ScoreRequest
 
@@ -155,13 +155,12 @@ def test_a_prefix_that_many_share_is_loaded_once():
         store.release(piece.lease, is_good=True)
 
 
-def test_requests_with_one_prefix_ride_together_and_the_head_of_the_queue_stays_first():
+def test_others_join_up_to_the_budget_and_the_first_comes_in_any_case():
     store, _, _ = make_store()
-    users = [text(seed, 40) for seed in range(3)]
-    waiting = [pending(store, request(users[i % 3], text(10 + i, 9))) for i in range(9)]
-    single = pending(store, request(text(0, 0), text(99, 30)))
-    order = same_prefix_first([waiting[0], single, *waiting[1:]])
-    assert order == [waiting[0], waiting[3], waiting[6], single, *waiting[1::3], *waiting[2::3]]
+    waiting = [pending(store, request(text(0, 0), text(i, 20))) for i in range(6)]
+    for budget, num_pieces in ((0, 1), (39, 1), (40, 2), (60, 3), (None, 6)):
+        pieces = plan_batch(waiting, Room(512, 512), store, budget=budget)
+        assert [piece.pending for piece in pieces] == waiting[:num_pieces]
 
 
 def test_single_use_prompts_are_never_kept_but_what_comes_twice_is():

@@ -56,10 +56,10 @@ def test_the_lazy_order_is_the_sorted_order(data):
 # ---- the rules above the policy ----------------------------------------------------------------------------
 
 
-def pending(num_tokens=10, submitted_s=0.0, deadline_s=None, num_items=1):
+def pending(num_tokens=10, submitted_s=0.0, deadline_s=None, num_items=1, priority=0, group=None):
     item = Item(np.zeros(num_tokens, np.int32), np.array([num_tokens - 1], np.int32), np.zeros((1, 1), np.int32))
-    request = ScoreRequest(np.zeros(0, np.int32), (item,) * num_items, deadline_s=deadline_s)
-    return PendingRequest(request, Future(), NoStore().keys(request), submitted_s=submitted_s)
+    request = ScoreRequest(np.zeros(0, np.int32), (item,) * num_items, deadline_s=deadline_s, priority=priority)
+    return PendingRequest(request, Future(), NoStore().keys(request), submitted_s=submitted_s, group=group)
 
 
 def make_book(policy="jct", fairness=0.0, max_overtaken_s=100.0):
@@ -72,20 +72,51 @@ def ordered(book, requests, now_s=1.0):
 
 def test_priority_goes_before_score_and_deadline_breaks_ties():
     book = make_book()
-    requests = [pending(900), pending(), pending(deadline_s=8.0), pending(deadline_s=5.0), pending(900)]
-    for one, priority in zip(requests, [0, 1, 1, 1, -1], strict=True):
-        book.add(one, priority=priority)
+    requests = [
+        pending(900),
+        pending(priority=1),
+        pending(deadline_s=8.0, priority=1),
+        pending(deadline_s=5.0, priority=1),
+        pending(900, priority=-1),
+    ]
+    for one in requests:
+        book.add(one)
     assert ordered(book, requests) == [4, 0, 3, 2, 1]
 
 
 def test_an_overdue_request_goes_before_everything():
     book = make_book(max_overtaken_s=10.0)
-    requests = [pending(900, submitted_s=0.0), pending(900, submitted_s=-1.0), pending(submitted_s=5.0)]
-    for one, priority in zip(requests, [0, 0, -5], strict=True):
-        book.add(one, priority=priority)
+    requests = [pending(900, submitted_s=0.0), pending(900, submitted_s=-1.0), pending(submitted_s=5.0, priority=-5)]
+    for one in requests:
+        book.add(one)
     assert ordered(book, requests, now_s=8.9) == [2, 0, 1]
     assert ordered(book, requests, now_s=9.5) == [1, 2, 0]
     assert ordered(book, requests, now_s=12.0) == [1, 0, 2]
+
+
+def test_requests_with_one_prefix_come_together_where_the_first_of_them_stands():
+    book = make_book("fcfs")
+    requests = [
+        pending(submitted_s=float(-i), group=group) for i, group in enumerate([b"a", None, b"b", b"a", b"b", b"a"])
+    ]
+    for one in requests:
+        book.add(one)
+    assert ordered(book, requests) == [5, 3, 0, 4, 2, 1]
+    book.remove([requests[5], requests[3]])
+    assert ordered(book, requests) == [4, 2, 1, 0]
+    book.remove([requests[0], requests[2], requests[4]])
+    assert ordered(book, requests) == [1]
+
+
+def test_late_requests_are_named_and_stay_until_they_are_removed():
+    book = make_book()
+    requests = [pending(deadline_s=deadline_s) for deadline_s in (3.0, None, 2.0)]
+    for one in requests:
+        book.add(one)
+    assert book.late(1.0) == []
+    assert book.late(2.5) == [requests[2]]
+    assert len(book) == 3
+    assert all(one in book for one in requests)
 
 
 def test_a_low_priority_waits_in_proportion():
@@ -107,8 +138,8 @@ def test_nobody_is_overtaken_beyond_the_bound_whatever_arrives(policy, arrivals,
     while number <= 40 or len(book):
         for before, num_tokens, priority in arrivals:
             if before == number:
-                one = pending(num_tokens, now_s)
-                book.add(one, priority=priority)
+                one = pending(num_tokens, now_s, priority=priority)
+                book.add(one)
                 due_s[one] = rule.due_s(now_s, priority)
         if len(book):
             for one, due in due_s.items():

@@ -24,14 +24,15 @@ def queue(max_requests=3, max_tokens=100):
     return WaitingQueue(max_requests, max_tokens)
 
 
-def test_requests_come_out_in_arrival_order():
+def test_requests_come_once_in_arrival_order_and_are_taken_once():
     q, sent = queue(), [pending() for _ in range(3)]
     for one in sent:
         q.put(one)
-    assert list(q.wait()) == sent
-    q.remove(sent[:2])
-    assert list(q.wait()) == sent[2:]
+    assert q.wait() == (sent, [])
+    assert q.take(sent[:2]) == set(sent[:2])
+    assert q.wait() == ([], [])
     assert (q.num_requests, q.num_tokens) == (1, 4)
+    assert q.take(sent) == {sent[2]}
 
 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
@@ -56,8 +57,10 @@ def test_a_passed_deadline_is_answered_408():
     late, good = pending(deadline_s=time.monotonic() - 1), pending()
     q.put(late)
     q.put(good)
-    assert list(q.wait()) == [good]
+    q.wait()
+    q.shed([late], time.monotonic())
     assert isinstance(late.future.exception(0), DeadlineExceededError)
+    assert "the deadline passed 1" in str(late.future.exception(0))
     assert (q.num_shed, q.num_tokens) == (1, 4)
 
 
@@ -67,14 +70,17 @@ def test_a_caller_that_left_is_skipped():
     q.put(gone)
     q.put(good)
     gone.future.cancel()
-    assert list(q.wait()) == [good]
-    assert q.num_shed == 1
+    assert q.wait() == ([good], [gone])
+    assert (q.num_shed, q.num_tokens) == (1, 4)
+    good.future.cancel()
+    assert q.poll() == ([], [good])
+    assert q.num_shed == 2
 
 
 def test_wait_blocks_until_there_is_work():
     q = queue()
     threading.Timer(0.05, lambda: q.put(pending())).start()
-    assert len(q.wait()) == 1
+    assert len(q.wait().came) == 1
 
 
 def test_a_closed_queue_serves_the_rest_and_refuses_the_new():
@@ -83,19 +89,32 @@ def test_a_closed_queue_serves_the_rest_and_refuses_the_new():
     q.close()
     with pytest.raises(NotReadyError):
         q.put(pending())
-    waiting = q.wait()
-    q.remove(waiting)
-    assert q.wait() == ()
+    assert len(q.take(q.wait().came)) == 1
+    assert q.wait() is None
 
 
 def test_dropped_requests_are_answered_also_those_put_back_later():
     q, waiting, running = queue(), pending(), pending()
     q.put(running)
-    q.remove([running])
+    q.take(q.wait().came)
     q.put(waiting)
     q.close()
     q.drop_all(NotReadyError("gone"))
     q.put_back([running])
+    assert q.poll() == ([], [waiting])
     for one in (waiting, running):
         assert isinstance(one.future.exception(0), NotReadyError)
     assert (q.num_requests, q.num_tokens) == (0, 0)
+
+
+def test_what_was_put_back_comes_again():
+    q, one = queue(), pending()
+    q.put(one)
+    q.take(q.wait().came)
+    q.put_back([one])
+    assert q.wait() == ([one], [])
+    q.take([one])
+    q.put_back([one])
+    assert q.take_all() == [one]
+    q.put_back([one])
+    assert q.poll() == ([one], [])

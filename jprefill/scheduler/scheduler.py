@@ -1,0 +1,115 @@
+"""`Scheduler`: who waits, what each would take now, who rides in the next pass. No JAX: the simulator runs it too.
+
+    arrive ──> prices ──> order ──────> plan ──────> learn
+               from what the store      a pass, its  the pass took so long
+               holds now, and what      leases held
+               passes have taken
+
+The thread that owns the store owns it as well.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from jprefill.config import EngineConfig
+from jprefill.kvstore.contract import Store
+from jprefill.scheduler.features import ChunkWalk
+from jprefill.scheduler.jct import JctModel
+from jprefill.scheduler.pieces import Piece
+from jprefill.scheduler.planning import Room, plan_batch
+from jprefill.scheduler.policy import Rule
+from jprefill.scheduler.pricing import PriceBook
+from jprefill.scheduler.queue import PendingRequest
+
+NUM_REFRESHED = 8  # requests a decision whose blocks in lower tiers are counted again
+MAX_FIXED_SHARE = 0.05  # of a pass's time: beyond the knee, packing more gains no more than this
+
+
+class Scheduler:
+    """See the module.
+
+    Invariant: a request is here from `arrive` until `plan` takes it or `leave` names it.
+
+    Attributes:
+      model: of job completion times; it learns from every pass.
+    """
+
+    def __init__(self, config: EngineConfig, store: Store, model: JctModel, walk: ChunkWalk, room: Room):
+        """Takes policy, fairness, bound and packing from `config`."""
+        self._config = config
+        self.model, self._walk, self._room, self._store = model, walk, room, store
+        self._packs, self._max_budget = config.packing, config.max_batch_tokens or room.num_tokens
+        self._book = PriceBook(
+            store,
+            model,
+            walk,
+            Rule(config.policy, config.fairness, config.max_overtaken_s),
+            block_bytes=store.block_bytes,
+            num_refreshed=NUM_REFRESHED if store.has_lower_tiers else 0,
+        )
+
+    def __len__(self) -> int:
+        """Number of waiting requests."""
+        return len(self._book)
+
+    def anew(self) -> "Scheduler":
+        """The same with nobody waiting: after a failure that may have left this one halfway through a change."""
+        return Scheduler(self._config, self._store, self.model, self._walk, self._room)
+
+    def arrive(self, came: Iterable[PendingRequest]) -> None:
+        """Requests wait from now on, or again."""
+        for pending in came:
+            if not pending.has_arrived:
+                pending.has_arrived = True
+                pending.group = self._store.arrive(pending.request, pending.keys)
+            self._book.add(pending)
+
+    def leave(self, left: Iterable[PendingRequest]) -> None:
+        """Requests wait no more; those that never came are passed over."""
+        self._book.remove([pending for pending in left if pending in self._book])
+
+    def late(self, now_s: float) -> list[PendingRequest]:
+        """Requests whose deadline has passed; they stay until `leave`."""
+        return self._book.late(now_s)
+
+    def plan(self, now_s: float) -> list[Piece]:
+        """The next pass: its requests leave, and the caller releases their leases.
+
+        Nobody waits for others to come: a pass takes of what is there.
+        """
+        budget = self.budget if self._packs else 0
+        pieces = plan_batch(self._book.order(now_s), self._room, self._store, budget=budget)
+        self._book.remove([piece.pending for piece in pieces])
+        return pieces
+
+    def coming(self, now_s: float, count: int) -> Sequence[PendingRequest]:
+        """Who would go next."""
+        return list(islice(self._book.order(now_s), count))
+
+    @property
+    def budget(self) -> int:
+        """Tokens up to which others join the first request of a pass: the knee of tokens a second.
+
+        From there on the fixed cost of a pass is `MAX_FIXED_SHARE` of its time: more tokens in it gain next to nothing,
+        and everybody in it waits for them. A whole number of chunks, as part of one costs as much.
+        """
+        per_pass_s, per_chunk_s, _, _ = self.model.coefficients
+        num_chunks = per_pass_s * (1 / MAX_FIXED_SHARE - 1) / max(per_chunk_s, 1e-9)
+        knee = int(np.ceil(max(1.0, min(num_chunks, 1e6)))) * self._walk.chunk_size
+        return min(knee, self._max_budget)
+
+    def predict_s(self, pieces: Sequence[Piece]) -> float:
+        """Seconds that a pass over the pieces takes."""
+        return self.model.predict(self._walk.of_pass(pieces))
+
+    def learn(self, pieces: Sequence[Piece], seconds: float) -> None:
+        """A pass took so long, restores included. Call it while the pieces hold their leases."""
+        num_restored = sum(piece.lease.num_restored for piece in pieces)
+        self.model.observe(self._walk.of_pass(pieces, float(num_restored * self._store.block_bytes)), seconds)
+
+    @property
+    def total_jct_s(self) -> float:
+        """Seconds that everybody here would take one by one, at the last decision. Any thread."""
+        return self._book.total_jct_s

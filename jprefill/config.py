@@ -65,6 +65,7 @@ class EngineConfig(_Checked):
       fairness: seconds of its own time that `jct` forgives a request for each second that it has waited.
       max_overtaken_s: others may go before a request for so long; see `scheduler.policy` for what follows.
       packing: several requests may ride in one pass.
+      preemption: a short pass may go before the rest of a long one, between two layers; with `jct` and `srjf` only.
       kv_cache_memory_bytes: device memory for kept prefixes; None: what the memory plan leaves on a GPU, 512 MiB
         elsewhere; 0: no prefix store.
       block_size: tokens per block of the prefix store.
@@ -94,6 +95,7 @@ class EngineConfig(_Checked):
     fairness: float = 0.05
     max_overtaken_s: float = 30.0
     packing: bool = True
+    preemption: bool = True
     kv_cache_memory_bytes: int | None = None
     block_size: int = 16
     keep: Keep = "prefix"

@@ -13,19 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from jprefill.config import EngineConfig, default_buckets
-from jprefill.errors import ConfigError, EngineError, NotReadyError
-from jprefill.kvstore.build import make_store, num_pool_blocks
+from jprefill.assembly import assemble
+from jprefill.config import EngineConfig
+from jprefill.errors import DeadlineExceededError, EngineError, NotReadyError
 from jprefill.kvstore.contract import Store
-from jprefill.kvstore.device_pool import DevicePool
 from jprefill.kvstore.none import NoStore
-from jprefill.model.capacity import bytes_beside_passes, check_fit, longest_fitting
-from jprefill.model.compiles import CompileCounter, use_cache
-from jprefill.model.runner import Runner, layout_spec
+from jprefill.model.compiles import CompileCounter
 from jprefill.pallas.device import default_chunk_size
 from jprefill.scheduler.admission import check
 from jprefill.scheduler.features import ChunkWalk
@@ -33,6 +31,7 @@ from jprefill.scheduler.jct import JctModel
 from jprefill.scheduler.packer import pack, unpack
 from jprefill.scheduler.pieces import Piece
 from jprefill.scheduler.planning import Room
+from jprefill.scheduler.preemption import RunningPass
 from jprefill.scheduler.queue import Changes, PendingRequest, WaitingQueue, fail
 from jprefill.scheduler.scheduler import Scheduler
 from jprefill.types import (
@@ -63,8 +62,16 @@ class BatchRunner(Protocol):
     buckets: tuple[int, ...]
     vocab_size: int
 
-    def run(self, batch: Batch, meanwhile: Callable[[], None] | None = None) -> BatchScores:
-        """One forward pass; calls `meanwhile` while the device works, and blocks until the scores are on the host."""
+    def run(
+        self,
+        batch: Batch,
+        meanwhile: Callable[[], None] | None = None,
+        between_layers: Callable[[float], bool] | None = None,
+    ) -> BatchScores | None:
+        """One forward pass; calls `meanwhile` while the device works, and blocks until the scores are on the host.
+
+        Calls `between_layers` with the share of the layers that are left; False ends the pass without scores.
+        """
         ...
 
 
@@ -86,6 +93,7 @@ class Engine:
         store: Store | None = None,
         grid: int = 1,
         jct: JctModel | None = None,
+        save_jct: Callable[[JctModel], None] | None = None,
     ):
         """Starts the engine thread.
 
@@ -93,6 +101,7 @@ class Engine:
           store: of prefixes; None: there is none. The runner moves its blocks.
           grid: KV rows on which segments start; see `scheduler.pieces`.
           jct: what passes take; None: a guess, which passes correct.
+          save_jct: called with it when the engine closes.
         """
         self.model_name = model_name
         self.max_model_len = max_model_len
@@ -100,6 +109,7 @@ class Engine:
         self.class_head = class_head
         self.config = config
         self._runner = runner
+        self._save_jct = save_jct
         self._store = store or NoStore()
         room = Room(runner.buckets[-1], runner.buckets[-1], grid)
         walk = ChunkWalk(config.chunk_size or default_chunk_size(), runner.buckets)
@@ -114,6 +124,7 @@ class Engine:
                 "num_prompt_tokens",
                 "num_cached_tokens",
                 "num_kept_tokens",
+                "num_given_up",
             ),
             0,
         )
@@ -130,30 +141,17 @@ class Engine:
         Raises:
           ConfigError: lengths that contradict each other, the model or the device's memory.
         """
-        use_cache(config.compilation_cache)
-        max_model_len = _max_model_len(checkpoint.config.max_position, config)
-        chunk_size = config.chunk_size or default_chunk_size()
-        last_bucket = _buckets(max_model_len, config, chunk_size)[-1]  # first: it refuses without a look at the weights
-        spec = layout_spec(checkpoint.config, checkpoint.weights, config)
-        limit = longest_fitting(spec, config, last_bucket)
-        max_model_len = check_fit(limit, config, max_model_len)
-        buckets = _buckets(max_model_len, config, chunk_size)
-        runner = Runner(checkpoint.config, checkpoint.weights, config, buckets, progress=progress)
-        store = None
-        available = bytes_beside_passes(spec, config.dtype, runner.programs)
-        if num_blocks := num_pool_blocks(checkpoint.config, config, available):
-            pool = DevicePool.create(checkpoint.config, config.dtype, config.block_size, num_blocks, buckets[-1])
-            runner.pool = pool
-            store = make_store(checkpoint.config, checkpoint.weights, config, pool, checkpoint.name)
-        runner.warm_up()
+        parts = assemble(checkpoint, config, progress=progress)
         return cls(
-            runner,
-            config,
+            parts.runner,
+            parts.config,
             model_name=checkpoint.name,
-            max_model_len=max_model_len,
+            max_model_len=parts.max_model_len,
             class_head=checkpoint.config.class_head,
-            store=store,
-            grid=runner.grid,
+            store=parts.store,
+            grid=parts.runner.grid,
+            jct=parts.jct,
+            save_jct=parts.save_jct,
         )
 
     def submit(self, request: ScoreRequest) -> "Future[ScoreResult]":
@@ -191,30 +189,39 @@ class Engine:
     def _step(self, changes: Changes) -> None:
         """One pass, if anybody waits."""
         started_s = time.monotonic()
-        if pieces := self._plan(changes, started_s):
+        self._follow(changes, started_s)
+        if pieces := self._take(self._scheduler.plan(started_s)):
             self._run(pieces, started_s)
 
-    def _plan(self, changes: Changes, now_s: float) -> list[Piece]:
-        """Takes the requests of the next pass out of the queue; their pieces hold leases on the store."""
+    def _follow(self, changes: Changes, now_s: float) -> None:
+        """Tells the scheduler who came and left, and sheds those whose deadline has passed."""
         self._scheduler.leave(changes.left)
         self._scheduler.arrive(changes.came)
         late = self._scheduler.late(now_s)
         self._queue.shed(late, now_s)
         self._scheduler.leave(late)
-        pieces = self._scheduler.plan(now_s)
+
+    def _take(self, pieces: list[Piece]) -> list[Piece]:
+        """Takes the requests of a planned pass out of the queue; their pieces hold leases on the store."""
         taken = self._queue.take(piece.pending for piece in pieces)
         for piece in pieces:
             if piece.pending not in taken:  # it was dropped meanwhile: the engine is closing
                 self._store.release(piece.lease, is_good=False)
-        self._running = list(taken)
+        self._running = [*self._running, *taken]
         return [piece for piece in pieces if piece.pending in taken]
 
-    def _run(self, pieces: list[Piece], started_s: float) -> None:
+    def _run(self, pieces: list[Piece], started_s: float, *, may_wait: bool = True) -> None:
         """Packs, runs, unpacks, answers. A failure stays with the requests of this batch."""
+        passing = RunningPass(pieces, self._scheduler.predict_s(pieces))
         bucket = next(b for b in self._runner.buckets if b >= sum(piece.num_tokens for piece in pieces))
         batch = pack(pieces, bucket)
-        scores = self._runner.run(batch, self._look_ahead)
-        elapsed_s = time.monotonic() - started_s
+        may_wait = may_wait and self._scheduler.can_wait(passing)
+        between_layers = partial(self._between_layers, passing) if may_wait else None
+        scores = self._runner.run(batch, self._look_ahead, between_layers)
+        elapsed_s = time.monotonic() - started_s - passing.delayed_s
+        if scores is None:
+            self._give_up(pieces)
+            return
         self._counts["num_batches"] += 1
         self._num_computed_tokens += batch.num_tokens
         self._device_busy_s += elapsed_s
@@ -232,6 +239,26 @@ class Engine:
             else:
                 unfinished.append(piece.pending)
         self._queue.put_back(unfinished)
+
+    def _between_layers(self, passing: RunningPass, share_left: float) -> bool:
+        """Lets shorter passes go before the rest of a long one; False if nobody waits for that any more."""
+        mine = self._running
+        while (changes := self._queue.poll()).came:  # who waited before has been weighed against it already
+            started_s = time.monotonic()
+            self._follow(changes, started_s)
+            if pieces := self._take(self._scheduler.plan_before(passing, share_left, started_s)):
+                self._run(pieces, started_s, may_wait=False)
+            self._running = mine
+            passing.delayed_s += time.monotonic() - started_s
+        self._scheduler.leave(changes.left)
+        return passing.is_wanted(time.monotonic())
+
+    def _give_up(self, pieces: list[Piece]) -> None:
+        """Ends a pass that stopped between two layers: its callers have left, or their deadlines passed."""
+        for piece in pieces:
+            self._store.release(piece.lease, is_good=False)
+            self._counts["num_given_up"] += 1
+            fail(piece.pending, DeadlineExceededError("the deadline passed while the request ran"))
 
     def _collect(self, piece: Piece, items: list[ItemScores], started_s: float, elapsed_s: float) -> bool:
         """Books a piece's scores; True when the request is complete."""
@@ -302,16 +329,17 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
+        counts = dict(self._counts)
         return EngineStats(
             num_waiting=self._queue.num_requests,
             num_waiting_tokens=self._queue.num_tokens,
             num_running=len(self._running),
-            num_shed=self._queue.num_shed,
+            num_shed=self._queue.num_shed + counts.pop("num_given_up"),
             num_computed_tokens=self._num_computed_tokens,
             num_compiles_after_start=self._compiles.count,
             device_busy_s=self._device_busy_s,
             tiers=self._store.stats(),
-            **self._counts,
+            **counts,
         )
 
     def close(self, timeout_s: float = 0.0) -> None:
@@ -321,28 +349,6 @@ class Engine:
         self._queue.drop_all(NotReadyError("the engine was shut down before this request could run"))
         self._thread.join()
         self._store.close(timeout_s)
+        if self._save_jct is not None:
+            self._save_jct(self._scheduler.model)
         self._compiles.close()
-
-
-def _max_model_len(model_limit: int, config: EngineConfig) -> int:
-    """The longest prompt: what was asked for, within what the model was made for."""
-    asked = config.max_model_len or model_limit
-    if asked > model_limit:
-        raise ConfigError(f"max_model_len={asked}: the model was made for {model_limit} tokens")
-    return asked
-
-
-def _buckets(max_model_len: int, config: EngineConfig, chunk_size: int) -> tuple[int, ...]:
-    """Compiled lengths; the last one holds the longest prompt and the largest batch."""
-    wanted = max(max_model_len, config.max_batch_tokens or max_model_len)
-    if config.buckets is None:
-        buckets = default_buckets(wanted, chunk_size)
-        # A bucket below one chunk has products of another shape, and so other bits.
-        return tuple(b for b in buckets if b >= chunk_size) if config.batch_invariant else buckets
-    buckets = tuple(sorted(set(config.buckets)))
-    if buckets[-1] < wanted or any(bucket % min(bucket, chunk_size) or bucket < 16 for bucket in buckets):
-        raise ConfigError(
-            f"buckets={buckets}: each must be below chunk_size={chunk_size} (at least 16) or a multiple of it, "
-            f"the last at least {wanted}"
-        )
-    return buckets

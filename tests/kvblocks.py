@@ -29,3 +29,21 @@ def payload(key, of=None):
 def same(a, b):
     """Bit for bit; random bytes hold NaNs."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+class NoPool:
+    """Of 64 blocks without arrays: plans and prices do not look at KV."""
+
+    num_blocks, block_bytes = 64, 1
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+
+    def read(self, block_ids):
+        raise AssertionError("nothing is evicted here")
+
+    def write(self, block_ids, payloads):
+        raise AssertionError("nothing is restored here")
+
+    def reset(self):
+        pass

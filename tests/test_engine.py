@@ -52,12 +52,12 @@ class FaultyRunner:
         self._poison, self._explode = poison, explode or (lambda batch: None)
         self._run = runner.run
 
-    def run(self, batch, meanwhile=None):
+    def run(self, batch, meanwhile=None, between_layers=None):
         self.batches.append(batch)
         self.started.set()
         assert self.may_run.wait(30)
         self._explode(batch)
-        scores = self._run(batch, meanwhile)
+        scores = self._run(batch, meanwhile, between_layers)
         if self._poison is not None and self._poison in batch.token_ids:
             row = int(np.flatnonzero(batch.token_ids == self._poison)[-1])
             bad = batch.read_rows[batch.pair_rows] == row

@@ -14,6 +14,8 @@ from jprefill.planner.search import longest_input
 
 log = logging.getLogger("jprefill.engine")
 
+_ROW_BYTES = 64  # of vectors beside a token's activations: positions, ranges
+
 
 def free_bytes() -> int | None:
     """Memory of the default device that nothing holds yet; None where the device does not say, as a CPU."""
@@ -79,6 +81,21 @@ def bytes_beside_passes(spec: LayoutSpec, dtype: DType, programs: Programs) -> i
         return None
     needed = max(programs.of(bucket).pass_bytes for bucket in programs.buckets)
     # The KV buffer counts in a pass, and lies there already.
+    return free + _kv_bytes(spec, dtype, programs) - needed - library_bytes(spec.config, spec.quantization)
+
+
+def suspension_bytes(spec: LayoutSpec, dtype: DType, programs: Programs) -> int:
+    """Device memory beyond that of the largest pass, for when it waits between two layers for one of the next bucket.
+
+    What waits are activations and row vectors; the KV buffer is free.
+    """
+    if len(programs.buckets) < 2:
+        return 0
+    second, last = programs.buckets[-2:]
+    waits = last * (spec.config.embed_dim * np.dtype(dtype).itemsize + _ROW_BYTES)
+    return max(0, waits + programs.of(second).pass_bytes - programs.of(last).pass_bytes)
+
+
+def _kv_bytes(spec: LayoutSpec, dtype: DType, programs: Programs) -> int:
     heads = spec.config.num_kv_heads * spec.config.head_dim
-    kv_bytes = 2 * programs.buckets[-1] * heads * np.dtype(dtype).itemsize
-    return free + kv_bytes - needed - library_bytes(spec.config, spec.quantization)
+    return 2 * programs.buckets[-1] * heads * np.dtype(dtype).itemsize

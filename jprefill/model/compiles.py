@@ -10,16 +10,19 @@ from jprefill.errors import ConfigError
 EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-def use_cache(folder: str | None) -> None:
+def use_cache(folder: str | None) -> Path | None:
     """Keeps compiled programs in `folder` between processes. None: `~/.cache/jprefill/xla`; "": nowhere.
 
     Compiled programs are code, so the folder belongs to one user: it is made 0700.
+
+    Returns:
+      The folder, if there is one.
 
     Raises:
       ConfigError: others may write to the folder, or it cannot be made.
     """
     if folder == "":
-        return
+        return None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(folder) if folder else Path(home) / "jprefill" / "xla"
     try:
@@ -32,6 +35,7 @@ def use_cache(folder: str | None) -> None:
     # By default JAX stores only what took a second to compile; ours are many and small.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path
 
 
 class CompileCounter:

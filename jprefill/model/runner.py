@@ -75,12 +75,22 @@ class Runner:
         self.dtype: DType = settings.dtype
         self._kv: KeyValues | None = self.programs.new_kv()
 
-    def run(self, batch: Batch, meanwhile: Callable[[], None] | None = None) -> BatchScores:
+    def run(
+        self,
+        batch: Batch,
+        meanwhile: Callable[[], None] | None = None,
+        between_layers: Callable[[float], bool] | None = None,
+    ) -> BatchScores | None:
         """One forward pass. Blocks until the scores are on the host.
+
+        Between two layers all that lives of a pass are its activations and rows: the KV buffer is free, and other
+        passes may run.
 
         Args:
           meanwhile: called once everything is dispatched, while the device works. It may write to the pool: what it
             writes comes after the pass.
+          between_layers: called with the share of the layers that are left whenever one is done; it may call `run`.
+            False ends the pass there: there are no scores.
 
         Raises:
           jax.errors.JaxRuntimeError: the device failed. The next pass gets a new KV buffer; blocks that this one was
@@ -92,6 +102,12 @@ class Runner:
         pool, loads, keeps = self.pool, self._table_of(batch.loads), self._table_of(batch.keeps)
         kv = self._take_kv()
         for number, layer in enumerate(self._layers):
+            if number and between_layers is not None:
+                jax.block_until_ready(x)
+                self._kv = kv
+                if not between_layers(1 - number / len(self._layers)):
+                    return None
+                kv = self._take_kv()
             if pool is not None and loads is not None:
                 kv = pool.load(kv, number, loads)
             if programs.fill_kv is not None and number == self.config.num_layers - 1:

@@ -1,6 +1,6 @@
 """Which waiting requests ride in the next pass, given what the store holds now. Pure Python and NumPy."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from jprefill.kvstore.contract import Store
@@ -27,28 +27,40 @@ class Room:
 
 
 def plan_batch(
-    ordered: Iterable[PendingRequest], room: Room, store: Store, *, budget: int | None = None
+    ordered: Iterable[PendingRequest],
+    room: Room,
+    store: Store,
+    *,
+    budget: int | None = None,
+    suspended: Sequence[Piece] = (),
 ) -> list[Piece]:
     """Takes whole requests in order while they fit, each with a lease that the caller must release.
 
     Args:
       budget: tokens to compute beyond which others do not join the first request; None: as many as there is room for.
+      suspended: a pass that goes on after this one. Whoever needs blocks that it keeps waits for it.
 
     The first request is taken in any case: if not all its items fit, as many as do; the rest follow in later batches.
     Any single item with its prefix fits, because admission refused longer ones. A request is left for the next pass if
     this one computes and keeps blocks that it needs too: equal prefixes are computed once.
     """
     plan = _Plan(room, store, room.num_tokens if budget is None else min(budget, room.num_tokens))
+    promised = {key for piece in suspended for key in _kept_keys(piece)}
     for pending in ordered:
         if pending.must_run_alone and plan.pieces:
             break
-        if plan.is_served_better_later(pending):
+        if plan.is_served_better_later(pending) or (promised and plan.continues(pending, promised)):
             continue
         if not plan.add(pending):
             break
         if pending.must_run_alone:
             break
     return plan.pieces
+
+
+def _kept_keys(piece: Piece) -> Sequence[bytes]:
+    """Of the blocks that the piece's pass adds to the store."""
+    return () if piece.lease.reservation is None else piece.lease.reservation.hashes
 
 
 class _Plan:
@@ -73,6 +85,12 @@ class _Plan:
             num_shared += 1
         return num_shared * self._store.block_size >= MIN_SHARED_TOKENS
 
+    def continues(self, pending: PendingRequest, promised: Set[bytes]) -> bool:
+        """Whether the first block of the request that the device lacks is promised."""
+        keys = pending.keys
+        first = self._store.num_on_device(keys, len(keys))
+        return first < len(keys) and keys.hashes[first] in promised
+
     def add(self, pending: PendingRequest) -> bool:
         """Adds as much of a request as may come; False if the batch ends before it, or in the middle of it."""
         lease = self._store.lease(pending.keys, self._limit(pending))
@@ -87,7 +105,7 @@ class _Plan:
         self._num_tokens, self._num_kv_rows = num_tokens, num_kv_rows
         self._loaded.update(lease.cached)
         if lease.reservation is not None:
-            self._computed.update(lease.keys.hashes[lease.reservation.first : lease.reservation.end])
+            self._computed.update(_kept_keys(piece))
         self.pieces.append(piece)
         return is_whole
 

@@ -9,6 +9,7 @@ The thread that owns the store owns it as well.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -20,10 +21,12 @@ from jprefill.scheduler.jct import JctModel
 from jprefill.scheduler.pieces import Piece
 from jprefill.scheduler.planning import Room, plan_batch
 from jprefill.scheduler.policy import Rule
+from jprefill.scheduler.preemption import MIN_S, RunningPass
 from jprefill.scheduler.pricing import PriceBook
 from jprefill.scheduler.queue import PendingRequest
 
 NUM_REFRESHED = 8  # requests a decision whose blocks in lower tiers are counted again
+_PREEMPTIVE = ("jct", "srjf")  # the others are not about time, or about time waited
 MAX_FIXED_SHARE = 0.05  # of a pass's time: beyond the knee, packing more gains no more than this
 
 
@@ -41,6 +44,8 @@ class Scheduler:
         self._config = config
         self.model, self._walk, self._room, self._store = model, walk, room, store
         self._packs, self._max_budget = config.packing, config.max_batch_tokens or room.num_tokens
+        self._nested_tokens = walk.buckets[-2] if len(walk.buckets) > 1 else 0
+        self._may_preempt = config.preemption and config.policy in _PREEMPTIVE and self._nested_tokens > 0
         self._book = PriceBook(
             store,
             model,
@@ -80,9 +85,28 @@ class Scheduler:
         Nobody waits for others to come: a pass takes of what is there.
         """
         budget = self.budget if self._packs else 0
-        pieces = plan_batch(self._book.order(now_s), self._room, self._store, budget=budget)
+        return self._take(plan_batch(self._book.order(now_s), self._room, self._store, budget=budget))
+
+    def plan_before(self, passing: RunningPass, share_left: float, now_s: float) -> list[Piece]:
+        """A pass that goes before the rest of one that runs, if the first in order is so short; see `preemption`."""
+        allowance_s = passing.allowance_s(share_left)
+        first = next(self._book.order(now_s), None)
+        if first is None or self.model.predict(self._book.features(first)) > allowance_s:
+            return []
+        per_pass_s, per_chunk_s, _, _ = self.model.coefficients
+        num_chunks = int((allowance_s - per_pass_s) / max(per_chunk_s, 1e-9))
+        budget = min(self.budget, num_chunks * self._walk.chunk_size) if self._packs else 0
+        room, suspended = replace(self._room, num_tokens=self._nested_tokens), passing.pieces
+        ordered = self._book.order(now_s)
+        return self._take(plan_batch(ordered, room, self._store, budget=max(0, budget), suspended=suspended))
+
+    def _take(self, pieces: list[Piece]) -> list[Piece]:
         self._book.remove([piece.pending for piece in pieces])
         return pieces
+
+    def can_wait(self, passing: RunningPass) -> bool:
+        """Whether a pass that starts now may be held up between its layers."""
+        return self._may_preempt and passing.predicted_s >= MIN_S
 
     def coming(self, now_s: float, count: int) -> Sequence[PendingRequest]:
         """Who would go next."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvblocks import NoPool
 
 from jprefill.kvstore.eviction import make_order
 from jprefill.kvstore.hashing import KeyMaker
@@ -51,21 +52,6 @@ class IndexSource:
 
     def store(self, keys):
         self.index.commit(self.index.reserve(keys, 0, len(keys)))
-
-
-class NoPool:
-    """Of no arrays: plans and prices do not look at KV."""
-
-    num_blocks, block_size, block_bytes = 64, BLOCK, 1
-
-    def read(self, block_ids):
-        raise AssertionError("nothing is evicted here")
-
-    def write(self, block_ids, payloads):
-        raise AssertionError("nothing is restored here")
-
-    def reset(self):
-        pass
 
 
 def text(seed, length):
@@ -134,7 +120,7 @@ def test_items_see_the_prefix_and_themselves_and_those_that_are_done_are_free():
 @pytest.mark.parametrize("num_stored", [0, 2])
 def test_a_pass_of_one_request_costs_what_the_request_was_priced_at(num_items, num_stored):
     index = BlockIndex(64, BLOCK, make_order("lru", 64))
-    store = PrefixStore(NoPool(), index, KeepPolicy("none", 1), b"")
+    store = PrefixStore(NoPool(BLOCK), index, KeepPolicy("none", 1), b"")
     request = ScoreRequest(text(0, 40), tuple(item(text(seed, 24)) for seed in range(1, num_items + 1)))
     one = PendingRequest(request, Future(), store.keys(request))
     if num_stored:

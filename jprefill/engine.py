@@ -125,6 +125,7 @@ class Engine:
                 "num_cached_tokens",
                 "num_kept_tokens",
                 "num_given_up",
+                "num_preemptions",
             ),
             0,
         )
@@ -247,6 +248,7 @@ class Engine:
             started_s = time.monotonic()
             self._follow(changes, started_s)
             if pieces := self._take(self._scheduler.plan_before(passing, share_left, started_s)):
+                self._counts["num_preemptions"] += 1
                 self._run(pieces, started_s, may_wait=False)
             self._running = mine
             passing.delayed_s += time.monotonic() - started_s

@@ -241,6 +241,7 @@ class EngineStats:
     num_failed: int = 0
     num_shed: int = 0
     num_batches: int = 0
+    num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_kept_tokens: int = 0

@@ -22,6 +22,7 @@ _COUNTERS = {
     "num_failed": ("jprefill_requests_failed", "Requests that met an error in the engine."),
     "num_shed": ("jprefill_requests_shed", "Requests dropped because their deadline passed."),
     "num_batches": ("jprefill_batches", "Forward passes."),
+    "num_preemptions": ("jprefill_preemptions", "Passes that ran before the rest of a longer one."),
     "num_prompt_tokens": ("jprefill_prompt_tokens", "Prompt tokens as callers count them."),
     "num_cached_tokens": ("jprefill_cached_tokens", "Prompt tokens that were not computed again."),
     "num_kept_tokens": ("jprefill_kept_tokens", "Prompt tokens whose KV was added to the prefix store."),

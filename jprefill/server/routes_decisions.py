@@ -75,7 +75,7 @@ def build(state: ServerState, scorer: Scorer, body: bytes) -> Plan:
         cache_mode=(sent.prompt_cache_options and sent.prompt_cache_options.mode) or "implicit",
     )
     tells_cached = state.config.report_cached_tokens
-    return Plan(job, lambda decisions: _reply(decisions, model, tells_cached), model, salts)
+    return Plan(job, lambda decisions: _reply(decisions, model, tells_cached), model, salts, sent.priority)
 
 
 def _check_openai_shape(question: Mapping[str, Any], i: int) -> None:

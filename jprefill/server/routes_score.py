@@ -71,7 +71,7 @@ def build(state: ServerState, scorer: Scorer, body: bytes) -> Plan:
     except InvalidRequestError as error:
         raise _in_wire_words(error) from error
     tells_cached = state.config.report_cached_tokens
-    return Plan(job, lambda scores: _reply(sent, scores, model, tells_cached), model, salts)
+    return Plan(job, lambda scores: _reply(sent, scores, model, tells_cached), model, salts, sent.priority)
 
 
 def _check_shape(sent: ScoreBody) -> tuple[str | list[int], list[str | list[int]]]:

@@ -8,6 +8,7 @@ from jprefill.server.salts import SALT_PATTERN, SALT_RULE
 
 # The rule is only documented here: `check_salts` says it in words, where a regex in a message would not help.
 _Salt = Annotated[str, Meta(description=SALT_RULE, extra_json_schema={"pattern": SALT_PATTERN})]
+_Priority = Annotated[int, Meta(description="The lower number goes first; 0 is usual.", ge=-(2**31), le=2**31 - 1)]
 
 
 def is_sent(raw: Raw | UnsetType) -> bool:
@@ -40,6 +41,7 @@ class DecisionsBody(Struct, forbid_unknown_fields=True):
     prompt_cache_options: PromptCacheOptions | None = None
     safety_identifier: Annotated[str, Meta(max_length=128)] | None = None
     cache_salt: _Salt | None = None
+    priority: _Priority = 0
     joint: bool | None = None
     prompt_format_version: int | None = None
     return_prompt_token_ids: bool | None = None
@@ -63,6 +65,7 @@ class ScoreBody(Struct):
     return_token_logprobs: bool | None = None
     cache_salt: _Salt | None = None
     prompt_cache_key: _Salt | None = None
+    priority: _Priority = 0
     score_extraction_token: Raw | UnsetType = UNSET
     queries: Raw | UnsetType = UNSET
     documents: Raw | UnsetType = UNSET

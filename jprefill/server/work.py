@@ -43,6 +43,7 @@ class Plan:
     reply: Callable[[Any], Any]
     model: str
     salts: tuple[str | None, ...]
+    priority: int = 0
 
 
 async def run_in_pool[T](state: ServerState, function: Callable[..., T], *args: Any) -> T:
@@ -125,7 +126,7 @@ async def _work(
     record.tokenize_s = time.monotonic() - started_s
     record.model = plan.model
     salt = join_salts(key, *plan.salts)
-    requests = [replace(r, deadline_s=deadline_s, salt=salt) for r in plan.job.requests]
+    requests = [replace(r, deadline_s=deadline_s, salt=salt, priority=plan.priority) for r in plan.job.requests]
     results = await _submit_all(scorer, requests)
     _note(record, requests, results)
     record.tells_cached = state.config.report_cached_tokens

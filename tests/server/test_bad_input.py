@@ -74,6 +74,8 @@ DECISIONS: list[tuple[dict[str, Any], int, str | None]] = [
     ({"cache_salt": "a@b"}, 400, "cache_salt"),
     ({"cache_salt": "a/b"}, 400, "cache_salt"),
     ({"cache_salt": "a\n/"}, 400, "cache_salt"),
+    ({"priority": "high"}, 400, "priority"),
+    ({"priority": 2**31}, 400, "priority"),
     ({"prompt_cache_key": "a\\b"}, 400, "prompt_cache_key"),
     ({"prompt_cache_key": "a\0b"}, 400, "prompt_cache_key"),
     ({"prompt_cache_options": {"mode": "never"}}, 400, "prompt_cache_options.mode"),

@@ -297,8 +297,10 @@ def _is_number(cell: str) -> bool:
 
 _BENCHMARKS = {
     "offline": _module_command("jprefill.bench.offline", "time scoring in this process, without a server"),
+    "ablate": _module_command("jprefill.bench.ablate", "what each part of the engine gives"),
     "jct": _module_command("jprefill.bench.jct", "how well job completion times are foretold"),
     "prefix": _module_command("jprefill.bench.prefix", "time requests that share profiles, with and without the store"),
+    "schedule": _module_command("jprefill.bench.schedule", "time one decision with thousands of requests waiting"),
     "store": _module_command("jprefill.bench.store", "time the keys and the index of the prefix store"),
 }
 

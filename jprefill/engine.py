@@ -234,7 +234,9 @@ class Engine:
             is_complete = is_good and self._collect(piece, items, started_s, elapsed_s)
             self._store.release(piece.lease, is_good=is_good)
             if not is_good:
-                self._retry([piece.pending], EngineError("the model gave a value that is not finite"), may_retry)
+                self._retry(
+                    [piece.pending], EngineError("the model gave a value that is not finite"), may_retry=may_retry
+                )
             elif is_complete:
                 self._answer(piece.pending)
             else:
@@ -297,9 +299,9 @@ class Engine:
             failed, waiting = waiting[:1], waiting[1:]
         self._scheduler = self._scheduler.anew()
         self._queue.put_back(waiting)
-        self._retry(failed, error, len(failed) > 1)
+        self._retry(failed, error, may_retry=True)
 
-    def _retry(self, failed: Sequence[PendingRequest], error: EngineError, may_retry: bool) -> None:
+    def _retry(self, failed: Sequence[PendingRequest], error: EngineError, *, may_retry: bool) -> None:
         """Each request runs once more, alone and without the store; one that fails so gets the error."""
         for pending in failed:
             if pending.future.done():  # it was answered before the failure, or its caller left

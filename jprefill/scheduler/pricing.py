@@ -87,6 +87,7 @@ class PriceBook:
     Invariant: after `reprice`, each request's count of device blocks is what the store would say.
 
     Attributes:
+      num_repriced: requests that the last `reprice` looked at.
       total_jct_s: of all that wait, each alone, at the last decision; any thread may read it.
 
     Args:
@@ -116,6 +117,7 @@ class PriceBook:
         self._num_priced = 0  # entries from here on are new
         self._num_arrived = self._next_refresh = 0
         self.total_jct_s = 0.0
+        self.num_repriced = 0
 
     def __len__(self) -> int:
         """Number of waiting requests."""
@@ -200,7 +202,8 @@ class PriceBook:
         if new:
             arrived = slice(new[0].slot, len(self._entries))
             self._columns["arrival_jct_s"][arrived] = self._jct_s(arrived)
-        return len(moved) + len(new)
+        self.num_repriced = len(moved) + len(new)
+        return self.num_repriced
 
     def features(self, pending: PendingRequest) -> Features:
         """What a waiting request costs if it runs alone, as of the last `reprice`."""

@@ -134,6 +134,11 @@ class Scheduler:
         self.model.observe(self._walk.of_pass(pieces, float(num_restored * self._store.block_bytes)), seconds)
 
     @property
+    def num_repriced(self) -> int:
+        """Requests whose price was looked up for the last decision."""
+        return self._book.num_repriced
+
+    @property
     def total_jct_s(self) -> float:
         """Seconds that everybody here would take one by one, at the last decision. Any thread."""
         return self._book.total_jct_s

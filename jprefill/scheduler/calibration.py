@@ -1,5 +1,6 @@
 """What passes take on this device: a short run at start, or what an earlier process has saved. No JAX."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,43 +15,48 @@ from jprefill.scheduler.pieces import Piece
 from jprefill.scheduler.queue import PendingRequest
 from jprefill.types import Batch, Item, ScoreRequest
 
-MAX_S = 2.0  # that the run may take, about: longer passes are learnt when they come
-NUM_ROUNDS = 3
-_FIRST_LENGTH = 16
+MAX_S = 3.0  # that the run may take, about: longer passes are learnt when they come
+NUM_ROUNDS = 3  # of the shortest, which a moment of other work disturbs most
 
 
 def calibrate(run: Callable[[Batch], object], walk: ChunkWalk) -> JctModel:
-    """Times passes of growing length, each a few times, and fits a model to them.
+    """Times passes of growing length and fits a model to them.
 
     Args:
       run: one forward pass that blocks until it is done.
     """
     samples: list[Sample] = []
     spent_s = 0.0
-    for num_tokens in _lengths(walk.buckets[-1]):
+    for number, num_tokens in enumerate(_lengths(walk)):
         piece = _one_prompt(num_tokens)
         batch = pack([piece], next(bucket for bucket in walk.buckets if bucket >= num_tokens))
-        features, times = walk.of_pass([piece]), []
-        for _ in range(NUM_ROUNDS):
-            started_s = time.perf_counter()
-            run(batch)
-            times.append(time.perf_counter() - started_s)
-        samples.append(Sample(features, float(np.median(times))))
-        spent_s += sum(times)
-        if spent_s + 2 * sum(times) > MAX_S:  # twice as long a prompt takes twice as long, or more
+        seconds = _median_s(run, batch, max(1, NUM_ROUNDS - number))
+        samples.append(Sample(walk.of_pass([piece]), seconds))
+        spent_s += seconds
+        if spent_s + 2.5 * seconds > MAX_S and number >= 2:  # twice as long a prompt takes twice as long, or more
             break
     model = JctModel()
     model.fit(samples)
     return model
 
 
-def _lengths(longest: int) -> Iterator[int]:
-    """Whole and broken chunks: powers of two, and 3/4 of them."""
-    length = _FIRST_LENGTH
+def _median_s(run: Callable[[Batch], object], batch: Batch, num_rounds: int) -> float:
+    times = []
+    for _ in range(num_rounds):
+        started_s = time.perf_counter()
+        run(batch)
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times)
+
+
+def _lengths(walk: ChunkWalk) -> Iterator[int]:
+    """Of the shortest walk, then 1, 2, 4, ... whole chunks."""
+    longest = walk.buckets[-1]
+    if walk.buckets[0] < walk.chunk_size:
+        yield walk.buckets[0]
+    length = walk.chunk_size
     while length < longest:
         yield length
-        if 3 * length // 2 < longest:
-            yield 3 * length // 2
         length *= 2
     yield longest
 

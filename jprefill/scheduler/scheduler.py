@@ -93,8 +93,7 @@ class Scheduler:
         first = next(self._book.order(now_s), None)
         if first is None or self.model.predict(self._book.features(first)) > allowance_s:
             return []
-        per_pass_s, per_chunk_s, _, _ = self.model.coefficients
-        num_chunks = int((allowance_s - per_pass_s) / max(per_chunk_s, 1e-9))
+        num_chunks = int((allowance_s - self.model.coefficients[0]) / self._chunk_s)
         budget = min(self.budget, num_chunks * self._walk.chunk_size) if self._packs else 0
         room, suspended = replace(self._room, num_tokens=self._nested_tokens), passing.pieces
         ordered = self._book.order(now_s)
@@ -119,10 +118,15 @@ class Scheduler:
         From there on the fixed cost of a pass is `MAX_FIXED_SHARE` of its time: more tokens in it gain next to nothing,
         and everybody in it waits for them. A whole number of chunks, as part of one costs as much.
         """
-        per_pass_s, per_chunk_s, _, _ = self.model.coefficients
-        num_chunks = per_pass_s * (1 / MAX_FIXED_SHARE - 1) / max(per_chunk_s, 1e-9)
-        knee = int(np.ceil(max(1.0, min(num_chunks, 1e6)))) * self._walk.chunk_size
-        return min(knee, self._max_budget)
+        chunk_size = self._walk.chunk_size
+        num_chunks = self.model.coefficients[0] * (1 / MAX_FIXED_SHARE - 1) / self._chunk_s
+        return min(int(np.ceil(max(1.0, min(num_chunks, 1e6)))) * chunk_size, self._max_budget)
+
+    @property
+    def _chunk_s(self) -> float:
+        """Seconds that one more chunk of short prompts takes."""
+        _, per_chunk_s, per_key_s, _ = self.model.coefficients
+        return max(per_chunk_s + per_key_s * self._walk.chunk_size**2 / 2, 1e-9)
 
     def predict_s(self, pieces: Sequence[Piece]) -> float:
         """Seconds that a pass over the pieces takes."""

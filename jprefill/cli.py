@@ -299,6 +299,7 @@ _BENCHMARKS = {
     "offline": _module_command("jprefill.bench.offline", "time scoring in this process, without a server"),
     "jct": _module_command("jprefill.bench.jct", "how well job completion times are foretold"),
     "prefix": _module_command("jprefill.bench.prefix", "time requests that share profiles, with and without the store"),
+    "serve": _module_command("jprefill.bench.serve.command", "load on a running server, at given rates"),
     "store": _module_command("jprefill.bench.store", "time the keys and the index of the prefix store"),
 }
 

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -254,20 +255,27 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 }
 
 
-def make_workload(name: str, seed: int = 0, **options: Any) -> Workload:
+def make_workload(name: str, seed: int = 0, *, num_requests: int | None = None, **options: Any) -> Workload:
     """A workload by its name in `WORKLOADS`, or `trace:FILE`.
 
     Args:
+      num_requests: so many, or the first so many of a workload that has a size of its own; None: all.
       options: keywords of the generator, such as `scale`.
 
     Raises:
-      ConfigError: there is no such workload, or the trace cannot be read.
+      ConfigError: there is no such workload, the trace cannot be read, or it has fewer requests.
     """
     if name.startswith("trace:"):
-        return trace(name.removeprefix("trace:"), seed, **options)
-    if name not in WORKLOADS:
+        workload = trace(name.removeprefix("trace:"), seed, limit=num_requests, **options)
+    elif name not in WORKLOADS:
         raise ConfigError(f"workload {name!r}: must be one of {', '.join(WORKLOADS)}, or trace:FILE")
-    return WORKLOADS[name](seed, **options)
+    elif num_requests is not None and "num_requests" in signature(WORKLOADS[name]).parameters:
+        workload = WORKLOADS[name](seed, num_requests=num_requests, **options)
+    else:
+        workload = WORKLOADS[name](seed, **options)
+    if num_requests is not None and num_requests > len(workload.arrivals):
+        raise ConfigError(f"workload {name}: has {len(workload.arrivals)} requests, not {num_requests}")
+    return workload.first(num_requests or len(workload.arrivals))
 
 
 def _rng(seed: int, stream: str) -> np.random.Generator:
@@ -290,7 +298,7 @@ def _log_uniform(rng: np.random.Generator, low: int, high: int, size: int) -> np
 # ---- tokens ------------------------------------------------------------------------------------------------
 
 
-def token_ids(workload: Workload, arrival: Arrival, prose: TokenIds, salt: int = 0) -> TokenIds:
+def token_ids(workload: Workload, arrival: Arrival, prose: TokenIds, salt: int | str = 0) -> TokenIds:
     """The tokens of a prompt of the workload: each part is English from a place of its own.
 
     A source starts with a few tokens that spell its number, so that no two share a block of a prefix store, whatever

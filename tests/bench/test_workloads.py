@@ -89,6 +89,16 @@ def test_sizes_are_parameters():
     assert all(arrival.num_tokens == 159 for arrival in arrivals)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_so_many_requests_as_are_asked_for(name: str):
+    assert len(make_workload(name, num_requests=7).arrivals) == 7
+    if name.startswith(("post", "trace")):  # those have a size of their own
+        with pytest.raises(ConfigError, match=r"has (1000|50) requests, not 1001"):
+            make_workload(name, num_requests=1001)
+    else:
+        assert make_workload("mixed", num_requests=1001).num_tokens > 8000 * 50
+
+
 # ---- the same for one seed
 
 
@@ -176,7 +186,7 @@ def test_a_trace_is_read_as_it_was_recorded():
 
 
 def test_a_trace_can_be_cut_and_run_faster():
-    whole, cut = trace(TRACE), make_workload(f"trace:{TRACE}", limit=40, time_scale=0.5)
+    whole, cut = trace(TRACE), make_workload(f"trace:{TRACE}", num_requests=40, time_scale=0.5)
     assert len(cut.arrivals) == 40
     assert [arrival.at_s for arrival in cut.arrivals] == [arrival.at_s / 2 for arrival in whole.arrivals[:40]]
 

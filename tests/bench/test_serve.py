@@ -235,6 +235,16 @@ def test_what_the_first_request_is_refused_for_is_shown(server: FakeServer):
         bench(server.url)
 
 
+def test_a_first_request_without_an_answer_is_given_up(server: FakeServer):
+    async def never(number: int) -> Reply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    server.handler = never
+    with pytest.raises(ConfigError, match="no answer: ReadTimeout"):
+        bench(server.url, "--timeout-s", 0.2)
+
+
 @pytest.mark.parametrize(
     ("path", "reply", "wanted"),
     [
@@ -242,6 +252,7 @@ def test_what_the_first_request_is_refused_for_is_shown(server: FakeServer):
         ("/v1/models", (200, {"data": []}), "/v1/models lists no model: name one with --model"),
         ("/v1/models", (503, b"loading"), "/v1/models: 503: loading$"),
         ("/tokenize", (404, b"what?"), r"/tokenize: 404: what\?; send text with --prompts text"),
+        ("/tokenize", (200, {"tokens": [7]}), "/tokenize made 50 tokens of 200000 characters"),
         ("/tokenize", (200, {"ids": [1]}), "/tokenize: .*tokens.*; send text with --prompts text"),
     ],
 )

@@ -129,12 +129,12 @@ async def connected(base_url: str, api_key: str | None) -> AsyncIterator["AsyncC
 
 def sender(client: "AsyncClient", backend: Backend) -> Send:
     """Posts bodies; a connection that fails is an answer with the name of the failure."""
-    from httpx import TransportError
+    from httpx import RequestError
 
     async def send(body: bytes) -> Answer:
         try:
             reply = await client.post(backend.path, content=body)
-        except TransportError as error:
+        except RequestError as error:
             return Answer(type(error).__name__)
         return read_reply(backend, reply.status_code, reply.content)
 
@@ -164,11 +164,13 @@ async def model_tokens(client: "AsyncClient", model: str) -> Language:
     text = prose()[:_PROSE_CHARS]
     for start in range(0, len(text), _PIECE_CHARS):
         body = {"model": model, "prompt": text[start : start + _PIECE_CHARS], "add_special_tokens": False}
-        reply = await _ask(client, "POST", "/tokenize", msgspec.json.encode(body), "send text with --prompts text")
+        reply = await _ask(client, "POST", "/tokenize", msgspec.json.encode(body), hint="send text with --prompts text")
         try:
             ids += msgspec.json.decode(reply.content, type=_Tokens).tokens
         except msgspec.DecodeError as error:
             raise ConfigError(f"{reply.url}: {error}; send text with --prompts text") from None
+    if len(set(ids)) < 2:
+        raise ConfigError(f"{client.base_url}: /tokenize made {len(ids)} tokens of {len(text)} characters")
     return Language(np.asarray(ids, np.int32))
 
 
@@ -183,25 +185,36 @@ def words() -> Language:
     return Language(places.astype(np.int32), tuple(vocabulary.tolist()))
 
 
-async def try_out(client: "AsyncClient", backend: Backend, body: bytes) -> None:
+async def try_out(client: "AsyncClient", backend: Backend, body: bytes, timeout_s: float) -> None:
     """Sends one request before anything is measured.
+
+    Args:
+      timeout_s: between two signs of life of the server.
 
     Raises:
       ConfigError: it is not answered; the message holds what the server says.
     """
-    reply = await _ask(client, "POST", backend.path, body)
+    reply = await _ask(client, "POST", backend.path, body, timeout_s=timeout_s)
     if (answer := read_reply(backend, reply.status_code, reply.content)).status != OK:
         raise ConfigError(f"{reply.url}: {answer.status}: {reply.text[:_MESSAGE_CHARS]}")
 
 
-async def _ask(client: "AsyncClient", method: str, path: str, body: bytes | None = None, hint: str = "") -> "Response":
+async def _ask(
+    client: "AsyncClient",
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    *,
+    timeout_s: float = _CHECK_TIMEOUT_S,
+    hint: str = "",
+) -> "Response":
     """A good reply, or an error that a person can act on."""
-    from httpx import TransportError
+    from httpx import RequestError
 
     try:
-        reply = await client.request(method, path, content=body, timeout=_CHECK_TIMEOUT_S)
-    except TransportError as error:
-        raise ConfigError(f"--base-url {client.base_url}: no answer: {error or type(error).__name__}") from None
+        reply = await client.request(method, path, content=body, timeout=timeout_s)
+    except RequestError as error:
+        raise ConfigError(f"--base-url {client.base_url}: no answer: {str(error) or type(error).__name__}") from None
     if reply.status_code in (401, 403):
         raise ConfigError(f"{reply.url}: {reply.status_code}: give the right --api-key")
     if reply.status_code != 200:

@@ -301,6 +301,7 @@ _BENCHMARKS = {
     "jct": _module_command("jprefill.bench.jct", "how well job completion times are foretold"),
     "prefix": _module_command("jprefill.bench.prefix", "time requests that share profiles, with and without the store"),
     "schedule": _module_command("jprefill.bench.schedule", "time one decision with thousands of requests waiting"),
+    "serve": _module_command("jprefill.bench.serve.command", "load on a running server, at given rates"),
     "store": _module_command("jprefill.bench.store", "time the keys and the index of the prefix store"),
 }
 

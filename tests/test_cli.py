@@ -266,6 +266,7 @@ def test_convert_passes_its_flags_on(monkeypatch, capsys):
         ("jprefill.bench.compare", ["compare"]),
         ("jprefill.bench.offline", ["bench", "offline"]),
         ("jprefill.bench.prefix", ["bench", "prefix"]),
+        ("jprefill.bench.serve.command", ["bench", "serve"]),
         ("jprefill.bench.store", ["bench", "store"]),
         ("jprefill.kvstore.command", ["kv"]),
     ],
@@ -306,6 +307,7 @@ def test_version_and_help_need_no_jax():
         ["--help"],
         *[[name, "--help"] for name in ("score", "serve", "kv", "bench")],
         ["bench", "prefix", "--help"],
+        ["bench", "serve", "--help"],
     ):
         result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
         assert result.stdout.endswith("False\n")

@@ -18,6 +18,7 @@ from jprefill.kvstore.eviction import make_order
 from jprefill.kvstore.hashing import KeyMaker
 from jprefill.kvstore.index import BlockIndex
 from jprefill.kvstore.keep import KeepPolicy
+from jprefill.kvstore.lower_tiers import Pending
 from jprefill.kvstore.store import PrefixStore
 from jprefill.scheduler.features import ChunkWalk
 from jprefill.scheduler.jct import JctModel
@@ -72,7 +73,7 @@ class _NoPool:
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
 
-    def read(self, block_ids: Sequence[int]) -> None:
+    def read(self, block_ids: Sequence[int]) -> Pending:
         """Nothing lies below, so nothing is read."""
         raise NotImplementedError
 

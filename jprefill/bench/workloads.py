@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,8 +103,8 @@ def post_recommendation(
     scale: float = 1.0,
     num_users: int = 20,
     num_posts: int = 50,
-    profile_mean_tokens: float = 14_000,
-    profile_std_tokens: float = 3_000,
+    profile_mean_tokens: int = 14_000,
+    profile_std_tokens: int = 3_000,
     min_profile_tokens: int = 11_000,
     max_profile_tokens: int = 17_000,
     post_tokens: int = 150,
@@ -119,7 +120,7 @@ def post_recommendation(
     """
     rng = _rng(seed, "post_recommendation")
     lengths = rng.normal(profile_mean_tokens, profile_std_tokens, num_users)
-    profiles = np.clip(lengths, min_profile_tokens, max_profile_tokens)
+    profiles = np.clip(lengths, min_profile_tokens, max_profile_tokens).tolist()
     post_tokens = _scaled(post_tokens, scale)
     arrivals = []
     for number in rng.permutation(num_users * num_posts).tolist():
@@ -254,20 +255,27 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 }
 
 
-def make_workload(name: str, seed: int = 0, **options: Any) -> Workload:
+def make_workload(name: str, seed: int = 0, *, num_requests: int | None = None, **options: Any) -> Workload:
     """A workload by its name in `WORKLOADS`, or `trace:FILE`.
 
     Args:
+      num_requests: so many, or the first so many of a workload that has a size of its own; None: all.
       options: keywords of the generator, such as `scale`.
 
     Raises:
-      ConfigError: there is no such workload, or the trace cannot be read.
+      ConfigError: there is no such workload, the trace cannot be read, or it has fewer requests.
     """
     if name.startswith("trace:"):
-        return trace(name.removeprefix("trace:"), seed, **options)
-    if name not in WORKLOADS:
+        workload = trace(name.removeprefix("trace:"), seed, limit=num_requests, **options)
+    elif name not in WORKLOADS:
         raise ConfigError(f"workload {name!r}: must be one of {', '.join(WORKLOADS)}, or trace:FILE")
-    return WORKLOADS[name](seed, **options)
+    elif num_requests is not None and "num_requests" in signature(WORKLOADS[name]).parameters:
+        workload = WORKLOADS[name](seed, num_requests=num_requests, **options)
+    else:
+        workload = WORKLOADS[name](seed, **options)
+    if num_requests is not None and num_requests > len(workload.arrivals):
+        raise ConfigError(f"workload {name}: has {len(workload.arrivals)} requests, not {num_requests}")
+    return workload.first(num_requests or len(workload.arrivals))
 
 
 def _rng(seed: int, stream: str) -> np.random.Generator:
@@ -279,18 +287,18 @@ def _arrival(user: int, *parts: Part) -> Arrival:
     return Arrival(0.0, user, parts)
 
 
-def _scaled(num_tokens: float, scale: float) -> int:
+def _scaled(num_tokens: int | float, scale: float) -> int:
     return max(1, round(num_tokens / scale))
 
 
-def _log_uniform(rng: np.random.Generator, low: float, high: float, size: int) -> np.ndarray:
+def _log_uniform(rng: np.random.Generator, low: int, high: int, size: int) -> np.ndarray:
     return np.exp(rng.uniform(math.log(low), math.log(high), size))
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------
 
 
-def token_ids(workload: Workload, arrival: Arrival, prose: TokenIds, salt: int = 0) -> TokenIds:
+def token_ids(workload: Workload, arrival: Arrival, prose: TokenIds, salt: int | str = 0) -> TokenIds:
     """The tokens of a prompt of the workload: each part is English from a place of its own.
 
     A source starts with a few tokens that spell its number, so that no two share a block of a prefix store, whatever

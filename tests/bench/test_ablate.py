@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fakes import ByteTokenizer
 from tiny import CONFIG, SETTINGS, make_model, prompt
 
 from jprefill.bench import ablate
@@ -70,7 +71,7 @@ def test_a_latency_starts_when_the_request_was_due():
 def test_records_are_written_and_names_are_checked(monkeypatch, tmp_path: Path, capsys):
     record = ablate.Record("jct", "mixed", 0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 3, 0)
     monkeypatch.setattr(ablate, "load_checkpoint", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(ablate, "load_tokenizer", lambda _: SimpleNamespace(encode=lambda text, add_bos: [1, 2]))
+    monkeypatch.setattr(ablate, "load_tokenizer", lambda _: ByteTokenizer())
     monkeypatch.setattr(ablate.Bench, "measure", lambda *_: iter([record]))
     path = tmp_path / "new" / "records.json"
     assert ablate.run(arguments("--workloads", "mixed", "--seeds", "2", "--json", str(path))) == 0

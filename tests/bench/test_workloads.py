@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import ByteTokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jprefill.bench.prose import prose
@@ -89,14 +89,25 @@ def test_sizes_are_parameters():
     assert all(arrival.num_tokens == 159 for arrival in arrivals)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_so_many_requests_as_are_asked_for(name: str):
+    assert len(make_workload(name, num_requests=7).arrivals) == 7
+    if name.startswith(("post", "trace")):  # those have a size of their own
+        with pytest.raises(ConfigError, match=r"has (1000|50) requests, not 1001"):
+            make_workload(name, num_requests=1001)
+    else:
+        assert make_workload("mixed", num_requests=1001).num_tokens > 8000 * 50
+
+
 # ---- the same for one seed
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=20)
 @given(seed=SEEDS)
 def test_one_seed_one_workload_in_ascending_order(name: str, seed: int):
-    workload = make_workload(name, seed, scale=10)
-    assert workload == make_workload(name, seed, scale=10)
+    workload = make_workload(name, seed, scale=10.0)
+    assert workload == make_workload(name, seed, scale=10.0)
     assert workload.seed == seed
     times_s = [arrival.at_s for arrival in workload.arrivals]
     assert times_s == sorted(times_s)
@@ -110,7 +121,7 @@ def test_another_seed_makes_another_workload(name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scale_divides_all_token_counts_and_leaves_the_rest(name: str):
-    whole, small = make_workload(name, 5).arrivals, make_workload(name, 5, scale=8).arrivals
+    whole, small = make_workload(name, 5).arrivals, make_workload(name, 5, scale=8.0).arrivals
     assert len(whole) == len(small)
     for large, little in zip(whole, small, strict=True):
         assert (large.at_s, large.user) == (little.at_s, little.user)
@@ -175,7 +186,7 @@ def test_a_trace_is_read_as_it_was_recorded():
 
 
 def test_a_trace_can_be_cut_and_run_faster():
-    whole, cut = trace(TRACE), make_workload(f"trace:{TRACE}", limit=40, time_scale=0.5)
+    whole, cut = trace(TRACE), make_workload(f"trace:{TRACE}", num_requests=40, time_scale=0.5)
     assert len(cut.arrivals) == 40
     assert [arrival.at_s for arrival in cut.arrivals] == [arrival.at_s / 2 for arrival in whole.arrivals[:40]]
 

@@ -245,11 +245,12 @@ class Engine:
 
     def _between_layers(self, passing: RunningPass, share_left: float) -> bool:
         """Lets shorter passes go before the rest of a long one; False if nobody waits for that any more."""
-        mine = self._running
-        while (changes := self._queue.poll()).came:  # who waited before has been weighed against it already
+        mine, has_run = self._running, False
+        while (changes := self._queue.poll()).came or has_run:  # others have been weighed against it before
             started_s = time.monotonic()
             self._follow(changes, started_s)
-            if pieces := self._take(self._scheduler.plan_before(passing, share_left, started_s)):
+            pieces = self._take(self._scheduler.plan_before(passing, share_left, started_s))
+            if has_run := bool(pieces):
                 self._counts["num_preemptions"] += 1
                 self._run(pieces, started_s, may_wait=False)
             self._running = mine

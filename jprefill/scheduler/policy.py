@@ -14,13 +14,15 @@ submitted; then it is overdue.
 *Claim.* Let O be the requests that wait or run at the moment when r becomes overdue (one that runs may come back for
 the rest of its items) and whose own due time is not later than r's. From then on every pass takes the earliest of O
 and r first, whatever arrives and whatever the scores are. So at most (passes that O needs by itself) + 1 passes start
-before r does, the running one included; where every request fits into one pass: |O| + 1.
+before r does, the running one included; where every request fits into one pass: |O| + 1. (Not counted are passes that
+run between two layers of one of these: together they take as long as it at most, see `preemption`.)
 *Proof.* A request that is not in O has a later due time: if it waits or runs then, by the choice of O; if it arrives
 later, because it is due after its arrival, which is after r's due time. (1) puts it behind r for as long as r waits. O
 therefore only shrinks. `plan_batch` takes the first request in order into every pass and moves it forward by one item
 at least, so each pass that starts while O is not empty is one of those that O needs. ∎
 *Seconds.* With one bound for all, O has only requests that arrived before r. So r starts at most B + (the longest
-pass) later than first come, first served would have started it, if passes take as long as they would have there.
+pass) later than first come, first served would have started it, if passes take as long as they would have there;
+twice that where they are held up between layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence

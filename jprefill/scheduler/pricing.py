@@ -280,12 +280,15 @@ class PriceBook:
 
     # ---- who goes first -------------------------------------------------------------------------------------------
 
-    def order(self, now_s: float) -> Iterator[PendingRequest]:
+    def order(self, now_s: float, at_most_s: float = np.inf) -> Iterator[PendingRequest]:
         """The waiting requests as the next pass should take them; nothing may be added or removed meanwhile.
 
         Requests with one prefix come together, where the first of them stands: it is loaded once for all. Whoever is
         first stays first. Sorted only as far as it is asked for: a decision looks at ten thousand requests and takes a
         handful.
+
+        Args:
+          at_most_s: requests that take longer are left out.
         """
         self.reprice()
         self._refresh()
@@ -308,17 +311,18 @@ class PriceBook:
             columns["number"],
         )
         come: set[int] = set()
-        for slot in smallest_first(np.arange(len(self._entries)), keys):
+        chosen = jct_s <= at_most_s
+        for slot in smallest_first(np.flatnonzero(chosen), keys):
             if slot not in come:
-                for one in (slot, *self._companions(slot, keys)):
+                for one in (slot, *self._companions(slot, keys, chosen)):
                     come.add(one)
                     yield self._entries[one].pending
 
-    def _companions(self, slot: int, keys: Sequence[Keys]) -> Iterator[int]:
-        """The others that have the prefix of this one, in order."""
+    def _companions(self, slot: int, keys: Sequence[Keys], chosen: np.ndarray) -> Iterator[int]:
+        """The other chosen ones that have the prefix of this one, in order."""
         group = self._entries[slot].pending.group
         members = self._groups[group] if group is not None else _NOBODY
-        others = np.array([entry.slot for entry in members if entry.slot != slot], np.int64)
+        others = np.array([entry.slot for entry in members if entry.slot != slot and chosen[entry.slot]], np.int64)
         return smallest_first(others, keys)
 
     def _refresh(self) -> None:

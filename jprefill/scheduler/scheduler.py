@@ -88,15 +88,12 @@ class Scheduler:
         return self._take(plan_batch(self._book.order(now_s), self._room, self._store, budget=budget))
 
     def plan_before(self, passing: RunningPass, share_left: float, now_s: float) -> list[Piece]:
-        """A pass that goes before the rest of one that runs, if the first in order is so short; see `preemption`."""
+        """A pass that goes before the rest of one that runs, of requests that are so short; see `preemption`."""
         allowance_s = passing.allowance_s(share_left)
-        first = next(self._book.order(now_s), None)
-        if first is None or self.model.predict(self._book.features(first)) > allowance_s:
-            return []
         num_chunks = int((allowance_s - self.model.coefficients[0]) / self._chunk_s)
         budget = min(self.budget, num_chunks * self._walk.chunk_size) if self._packs else 0
         room, suspended = replace(self._room, num_tokens=self._nested_tokens), passing.pieces
-        ordered = self._book.order(now_s)
+        ordered = self._book.order(now_s, at_most_s=allowance_s)
         return self._take(plan_batch(ordered, room, self._store, budget=max(0, budget), suspended=suspended))
 
     def _take(self, pieces: list[Piece]) -> list[Piece]:

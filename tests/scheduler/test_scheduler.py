@@ -104,6 +104,14 @@ def test_a_pass_goes_first_only_if_it_is_short_against_what_is_left():
     assert sizes(scheduler.plan_before(passing, 0.6, 1.0)) == [200]
 
 
+def test_an_overdue_request_that_is_long_does_not_stand_in_the_way_of_short_ones():
+    scheduler = make_scheduler(jct=model(0.0001, 0.01), max_overtaken_s=5.0)
+    passing = long_pass(scheduler)
+    scheduler.arrive([pending(900, submitted_s=0.0), pending(60, submitted_s=9.0)])
+    assert sizes(scheduler.plan_before(passing, 0.9, 10.0)) == [60]
+    assert sizes(scheduler.plan(10.0)) == [900]
+
+
 def test_those_that_go_first_hold_a_pass_up_for_its_own_time_at_most():
     scheduler = make_scheduler(jct=model(0.0001, 0.01))
     passing = long_pass(scheduler)

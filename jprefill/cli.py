@@ -311,6 +311,7 @@ COMMANDS = {
     "decide": Command("answer questions about a text", _add_decide, _decide),
     "convert": Command("turn weights into a checkpoint of ours", _add_convert, _convert),
     "plan": _module_command("jprefill.planner.command", "what fits on a GPU, before you rent it"),
+    "simulate": _module_command("jprefill.bench.simulate.command", "policies and routing on a fleet that is not there"),
     "compare": _module_command("jprefill.bench.compare", "compare scores with a reference file"),
     "kv": _module_command("jprefill.kvstore.command", "look into a disk tier, export and import its blocks"),
     "bench": Command("measure speed", _add_bench, _bench),

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from jprefill.errors import ConfigError
 
 FIRST_BUCKET = 128  # tokens
+SMALL_GPU_BYTES = 32 * 10**9
 
 Layout = Literal["stream", "hybrid", "full"]
 DType = Literal["bfloat16", "float32", "float16"]
@@ -172,6 +173,19 @@ def from_mapping[C](kind: type[C], values: Mapping[str, object]) -> C:
     if unknown := sorted(set(values) - set(known)):
         raise ConfigError(f"unknown setting {unknown[0]!r}: known are {', '.join(known)}")
     return kind(**values)
+
+
+def chunk_size_for(memory_bytes: int | None) -> int:
+    """Tokens per step of a layer's loops where nobody asked for a number.
+
+    Large enough to keep a GPU busy, smaller where memory is short; a CPU is busy with 256.
+
+    Args:
+      memory_bytes: of a GPU; None: of no GPU.
+    """
+    if memory_bytes is None:
+        return 256
+    return 1024 if memory_bytes < SMALL_GPU_BYTES else 2048
 
 
 def default_buckets(max_tokens: int, chunk_size: int) -> tuple[int, ...]:

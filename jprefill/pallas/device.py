@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-SMALL_GPU_BYTES = 32 * 10**9
+from jprefill.config import SMALL_GPU_BYTES, chunk_size_for
 
 
 class Target(NamedTuple):
@@ -21,19 +21,6 @@ def trace_target() -> Target:
         return Target(abstract.platform, abstract.device_kind)
     device = jax.devices()[0]
     return Target(device.platform, device.device_kind)
-
-
-def chunk_size_for(memory_bytes: int | None) -> int:
-    """Tokens per step of a layer's loops where nobody asked for a number.
-
-    Large enough to keep a GPU busy, smaller where memory is short; a CPU is busy with 256.
-
-    Args:
-      memory_bytes: of a GPU; None: of no GPU.
-    """
-    if memory_bytes is None:
-        return 256
-    return 1024 if memory_bytes < SMALL_GPU_BYTES else 2048
 
 
 def default_chunk_size() -> int:

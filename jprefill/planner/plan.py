@@ -12,12 +12,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jprefill.config import Layout, Quantization
+from jprefill.config import Layout, Quantization, chunk_size_for
 from jprefill.errors import ConfigError
 from jprefill.model.config import ModelConfig
 from jprefill.model.memory import ProgramMemory, library_bytes, pass_bytes
 from jprefill.model.weights import weight_leaves
-from jprefill.pallas.device import chunk_size_for
 from jprefill.planner.jobs import CompileJob
 from jprefill.planner.search import longest_input
 from jprefill.planner.targets import GpuTarget

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,23 @@ class JctModel:
         self._scales: Coefficients = _DEFAULT.copy()
         self._covariance: Matrix = np.eye(4)
         self._num_outliers = 0  # in a row; below 0: passes that were too fast
+
+    @classmethod
+    def of(cls, per_pass_s: float, per_chunk_s: float, per_key_s: float, per_byte_s: float = _DEFAULT[3]) -> "JctModel":
+        """A model whose coefficients are known. It goes on learning from there.
+
+        Raises:
+          ValueError: a coefficient is negative or not finite.
+        """
+        model = cls()
+        model._coefficients = _checked([per_pass_s, per_chunk_s, per_key_s, per_byte_s], (4,))
+        model._scales = np.maximum(model._coefficients, 1e-3 * _DEFAULT)
+        model._covariance = np.eye(4) * 1e-3
+        return model
+
+    def copy(self) -> "JctModel":
+        """Another one that knows the same, and learns by itself."""
+        return deepcopy(self)
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:

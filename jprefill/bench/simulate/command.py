@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -209,10 +210,16 @@ def _print_equal_p99(args: argparse.Namespace) -> None:
         qps = args.equal_p99 * _burst(args, workload)
         bound_s = _record(args, name, settings, workload, qps).p99_s
         for policy, chosen in args.policies.items():
-            best = _largest(lambda rate, p=policy, c=chosen: _record(args, p, c, workload, rate).p99_s <= bound_s, qps)
-            ratios[policy].append(best / qps)
+            is_good = partial(_keeps, args, policy, chosen, workload, bound_s)
+            ratios[policy].append(_largest(is_good, qps) / qps)
     for policy, values in ratios.items():
         print(f"{policy:13} {np.mean(values):6.2f}x  ({min(values):.2f} to {max(values):.2f})")
+
+
+def _keeps(
+    args: argparse.Namespace, policy: str, settings: dict[str, Any], workload: Workload, bound_s: float, qps: float
+) -> bool:
+    return _record(args, policy, settings, workload, qps).p99_s <= bound_s
 
 
 def _largest(is_good: Callable[[float], bool], start: float) -> float:

@@ -37,8 +37,10 @@ class PrefixRouter:
 
     def __call__(self, arrival: Arrival, replicas: Sequence[Replica]) -> int:
         """The number of a replica."""
+        return self._choose(arrival, [replica.num_waiting_tokens for replica in replicas])
+
+    def _choose(self, arrival: Arrival, loads: Sequence[int]) -> int:
         source = arrival.prompt[0].source
-        loads = [replica.num_waiting_tokens for replica in replicas]
         emptiest = min(range(len(loads)), key=loads.__getitem__)
         home = self._homes.get(source, emptiest)
         if loads[home] > max(SPILL * loads[emptiest], self._slack_tokens):

@@ -25,12 +25,14 @@ class Lease:
       cached: device blocks 0, 1, ... of the prompt: pinned.
       reservation: room for the blocks that follow, if any are worth keeping.
       num_restored: of the cached blocks, those that a lower tier held until now.
+      num_borrowed: leading blocks that another request of the same pass has in its rows; the lease holds none of them.
     """
 
     keys: BlockKeys
     cached: tuple[int, ...] = ()
     reservation: Reservation | None = None
     num_restored: int = 0
+    num_borrowed: int = 0
 
 
 @runtime_checkable

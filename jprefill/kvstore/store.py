@@ -144,9 +144,9 @@ class PrefixStore:
 
     def keep(self, lease: Lease, request: ScoreRequest, limit: int) -> None:
         """Reserves room for what the policy wants kept after the cached blocks."""
-        first = len(lease.cached)
+        first = max(len(lease.cached), lease.num_borrowed)
         self._index.touch(np.asarray(lease.cached, np.int32))
-        self._count(num_hits=first, num_misses=len(lease.keys) - first)
+        self._count(num_hits=len(lease.cached), num_misses=len(lease.keys) - first)
         end = min(limit, self._policy.num_kept(request, lease.keys, self.block_size))
         if end > first:
             lease.reservation = self._reserve(lease.keys, first, end)

@@ -3,7 +3,8 @@
     KV rows     | cached A          | new A | item 0 | item 1 | cached B | item of B | another item of B |
     token rows  | new A | item 0 | item 1 | item of B | another item of B |
 
-Cached blocks that several pieces share are loaded once. Segments and cached prefixes start on the grid (see `pieces`).
+Cached blocks that several pieces share are loaded once; what one computes at its front, others see there. Segments and
+cached prefixes start on the grid (see `pieces`).
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ class _Buffer:
         self.num_tokens = 0
         self.num_kv_rows = 0
         self.regions: dict[int, int] = {}  # a block that is loaded -> the first KV row of its prompt's prefix
+        self.origins: dict[Piece, int] = {}  # where token 0 of its prompt lies, or would lie
         self.loads: list[tuple[int, int]] = []
         self.keeps: list[tuple[int, int]] = []
         self.rows: list[np.ndarray] = []
@@ -52,10 +54,14 @@ class _Buffer:
             row = self._place(segment, (region, region + piece.cut), start)
             self._add_reads(segment, row)
         first = segments[0] if piece.is_one_segment else None
-        self._add_keeps(piece, region if first is None else self.num_kv_rows - len(first.token_ids) - piece.num_cached)
+        origin = region if first is None else self.num_kv_rows - len(first.token_ids) - piece.num_cached
+        self.origins[piece] = origin
+        self._add_keeps(piece, origin)
 
     def _region(self, piece: Piece) -> int:
         """The first KV row of the piece's prefix, whose cached blocks are loaded unless another piece did."""
+        if piece.host is not None:
+            return self.origins[piece.host]
         blocks = piece.lease.cached
         if blocks and not piece.needs_own_region and blocks[-1] in self.regions:
             return self.regions[blocks[-1]]

@@ -7,6 +7,8 @@ its items, each of which sees the prefix:
     one item      | cached p |        segment              |        c = p
     several       | cached p |  segment      c |tail| item |        the tail rides with every item
 
+A prompt may also begin with rows that another piece of the pass computes (its host); that is as if they were cached.
+
 Without batch invariance the prefix is never cut: c is its length and there is no tail. With it, c falls on the grid of
 key blocks on which attention sums (`grid` rows), as do cached prefixes and the starts of segments: so every query meets
 the same blocks of keys in the same order, whatever is cached and whoever rides along.
@@ -40,7 +42,11 @@ class Segment(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """The items `[first_item, end_item)` of one request, the prefix in front of them, and its lease on the store."""
+    """The items `[first_item, end_item)` of one request, the prefix in front of them, and its lease on the store.
+
+    Attributes:
+      host: an earlier piece of the pass whose rows begin with the same tokens: they are seen there, not computed again.
+    """
 
     pending: PendingRequest
     first_item: int
@@ -48,6 +54,7 @@ class Piece:
     lease: Lease
     block_size: int
     grid: int = 1
+    host: "Piece | None" = None
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -56,8 +63,8 @@ class Piece:
 
     @property
     def num_cached(self) -> int:
-        """Tokens of the prompt that come from the store."""
-        return len(self.lease.cached) * self.block_size
+        """Leading tokens of the prompt that come from the store or lie in the rows of the host."""
+        return max(len(self.lease.cached), self.lease.num_borrowed) * self.block_size
 
     @property
     def is_one_segment(self) -> bool:
@@ -110,7 +117,7 @@ class Piece:
         """
         num_saved = self.num_prompt_tokens - self.num_tokens
         if self.pending.request.salt:
-            num_saved -= min(len(self.lease.cached), self.lease.keys.num_shared) * self.block_size
+            num_saved -= min(self.num_cached, self.lease.keys.num_shared * self.block_size)
         return max(0, num_saved)
 
     @property

@@ -1,7 +1,11 @@
 """Which waiting requests ride in the next pass, given what the store holds now. Pure Python and NumPy."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from jprefill.kvstore.contract import Store
 from jprefill.scheduler.pieces import Piece, ceil, floor, num_cacheable_blocks
@@ -41,17 +45,20 @@ def plan_batch(
       suspended: a pass that goes on after this one. Whoever needs blocks that it keeps waits for it.
 
     The first request is taken in any case: if not all its items fit, as many as do; the rest follow in later batches.
-    Any single item with its prefix fits, because admission refused longer ones. A request is left for the next pass if
-    this one computes and keeps blocks that it needs too: equal prefixes are computed once.
+    Any single item with its prefix fits, because admission refused longer ones. Equal prefixes are computed once: who
+    comes after the first sees its rows, or, where that cannot be, is left for the next pass if this one keeps them.
     """
     plan = _Plan(room, store, room.num_tokens if budget is None else min(budget, room.num_tokens))
     promised = {key for piece in suspended for key in _kept_keys(piece)}
     for pending in ordered:
         if pending.must_run_alone and plan.pieces:
             break
-        if plan.is_served_better_later(pending) or (promised and plan.continues(pending, promised)):
+        loan = plan.loan(pending)
+        if loan is None and plan.is_served_better_later(pending):
             continue
-        if not plan.add(pending):
+        if promised and plan.continues(pending, promised):
+            continue
+        if not plan.add(pending, loan):
             break
         if pending.must_run_alone:
             break
@@ -63,6 +70,13 @@ def _kept_keys(piece: Piece) -> Sequence[bytes]:
     return () if piece.lease.reservation is None else piece.lease.reservation.hashes
 
 
+class _Loan(NamedTuple):
+    """Leading blocks of a request that lie in the rows of a piece."""
+
+    host: Piece
+    num_blocks: int
+
+
 class _Plan:
     """One batch while it is being filled."""
 
@@ -72,6 +86,7 @@ class _Plan:
         self._num_tokens = self._num_kv_rows = 0
         self._loaded: set[int] = set()  # last blocks of the prefixes that are in the batch, and all before them
         self._computed: set[bytes] = set()  # keys of blocks that the batch keeps
+        self._hosts: dict[bytes, Piece] = {}  # keys of blocks that lie in rows without a gap before them
 
     def is_served_better_later(self, pending: PendingRequest) -> bool:
         """Whether the batch keeps enough of the blocks that the request would compute once more."""
@@ -91,10 +106,30 @@ class _Plan:
         first = self._store.num_on_device(keys, len(keys))
         return first < len(keys) and keys.hashes[first] in promised
 
-    def add(self, pending: PendingRequest) -> bool:
+    def loan(self, pending: PendingRequest) -> _Loan | None:
+        """What the request can see in rows of the batch, if that is worth more than what the store holds."""
+        if not self._hosts or pending.must_run_alone:
+            return None
+        keys, limit, block_size = pending.keys, self._limit(pending), self._store.block_size
+        num_found = bisect_left(keys.hashes[:limit], True, key=lambda key: key not in self._hosts)
+        num_blocks = floor(num_found * block_size, self._room.grid) // block_size
+        if not num_blocks:
+            return None
+        if len(pending.request.items) > 1 and num_blocks * block_size < floor(
+            len(pending.request.prefix), self._room.grid
+        ):
+            return None  # the rest of the prefix would have to follow in the rows of the host
+        num_gained = num_blocks - self._store.num_cached(keys, limit)
+        host = self._hosts[keys.hashes[num_blocks - 1]]
+        is_same = np.array_equal(host.pending.keys.tokens[:num_blocks], keys.tokens[:num_blocks])
+        return _Loan(host, num_blocks) if is_same and num_gained * block_size >= MIN_SHARED_TOKENS else None
+
+    def add(self, pending: PendingRequest, loan: _Loan | None = None) -> bool:
         """Adds as much of a request as may come; False if the batch ends before it, or in the middle of it."""
-        lease = self._store.lease(pending.keys, self._limit(pending))
+        lease = self._store.lease(pending.keys, 0 if loan else self._limit(pending))
         piece = Piece(pending, pending.next_item, pending.next_item, lease, self._store.block_size, self._room.grid)
+        if loan is not None:
+            lease.num_borrowed, piece.host = loan.num_blocks, loan.host
         self._drop_off_grid(piece)
         num_tokens, num_kv_rows = self._take_items(piece)
         is_whole = piece.end_item == len(pending.request.items)
@@ -103,6 +138,8 @@ class _Plan:
             return False
         self._store.keep(lease, pending.request, self._keep_limit(pending))
         self._num_tokens, self._num_kv_rows = num_tokens, num_kv_rows
+        if self._owns_region(piece):
+            self._hosts |= dict.fromkeys(pending.keys.hashes[: self._keep_limit(pending)], piece)
         self._loaded.update(lease.cached)
         if lease.reservation is not None:
             self._computed.update(_kept_keys(piece))
@@ -114,9 +151,9 @@ class _Plan:
 
         Rows are counted as `pack` lays them out.
         """
-        cached, grid = piece.lease.cached, piece.grid
+        grid = piece.grid
         num_tokens, row = self._num_tokens, self._num_kv_rows
-        if piece.needs_own_region or not cached or cached[-1] not in self._loaded:
+        if self._owns_region(piece):
             row = ceil(row, grid) + piece.num_cached
         if piece.needs_own_region:
             num_tokens, row = (count + piece.cut - piece.num_cached for count in (num_tokens, row))
@@ -124,12 +161,29 @@ class _Plan:
         for item in piece.pending.request.items[piece.first_item :]:
             length = tail + len(item.token_ids)
             next_row = ceil(row, grid) + length
-            limit = self._budget if self.pieces else self._room.num_tokens
+            limit = self._tokens_with(piece)
             if num_tokens + length > limit or next_row > self._room.num_kv_rows:
                 break
             num_tokens, row = num_tokens + length, next_row
             piece.end_item += 1
         return num_tokens, row
+
+    def _owns_region(self, piece: Piece) -> bool:
+        """Whether the rows of the prompt's front are its own: not its host's, nor loaded for another before it."""
+        cached = piece.lease.cached
+        return piece.host is None and (piece.needs_own_region or not cached or cached[-1] not in self._loaded)
+
+    def _tokens_with(self, piece: Piece) -> int:
+        """Tokens that the batch may have with this piece in it.
+
+        Who shares a prefix with the first one may double the pass: apart, its time would be spent on the prefix.
+        """
+        if not self.pieces:
+            return self._room.num_tokens
+        first, group = self.pieces[0], piece.pending.group
+        if group is None or group != first.pending.group or not self._budget:
+            return self._budget
+        return min(max(self._budget, 2 * first.num_tokens), self._room.num_tokens)
 
     def _limit(self, pending: PendingRequest) -> int:
         return 0 if pending.must_run_alone else num_cacheable_blocks(pending, self._store.block_size, self._room.grid)

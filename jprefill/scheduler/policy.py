@@ -68,6 +68,11 @@ class Rule:
     fairness: float
     max_overtaken_s: float
 
+    @property
+    def brings_together(self) -> bool:
+        """Whether requests with one prefix follow each other. First come, first served takes nobody out of turn."""
+        return self.name != "fcfs"
+
     def scores(self, waiting: Waiting) -> Keys:
         """The lower one goes first."""
         return SCORES[self.name](waiting, self.fairness)

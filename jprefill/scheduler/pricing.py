@@ -283,7 +283,7 @@ class PriceBook:
     def order(self, now_s: float, at_most_s: float = np.inf) -> Iterator[PendingRequest]:
         """The waiting requests as the next pass should take them; nothing may be added or removed meanwhile.
 
-        Requests with one prefix come together, where the first of them stands: it is loaded once for all. Whoever is
+        Requests with one prefix come together, where the first of them stands: it is there once for all. Whoever is
         first stays first. Sorted only as far as it is asked for: a decision looks at ten thousand requests and takes a
         handful.
 
@@ -320,7 +320,7 @@ class PriceBook:
 
     def _companions(self, slot: int, keys: Sequence[Keys], chosen: np.ndarray) -> Iterator[int]:
         """The other chosen ones that have the prefix of this one, in order."""
-        group = self._entries[slot].pending.group
+        group = self._entries[slot].pending.group if self._rule.brings_together else None
         members = self._groups[group] if group is not None else _NOBODY
         others = np.array([entry.slot for entry in members if entry.slot != slot and chosen[entry.slot]], np.int64)
         return smallest_first(others, keys)

@@ -95,7 +95,7 @@ def test_an_overdue_request_goes_before_everything():
 
 
 def test_requests_with_one_prefix_come_together_where_the_first_of_them_stands():
-    book = make_book("fcfs")
+    book = make_book("hrrn")
     requests = [
         pending(submitted_s=float(-i), group=group) for i, group in enumerate([b"a", None, b"b", b"a", b"b", b"a"])
     ]

@@ -16,6 +16,7 @@ from jprefill.bench.simulate.fleet import Fleet, simulate
 from jprefill.bench.simulate.prompts import PromptMaker
 from jprefill.bench.simulate.report import cold_s, jain, record
 from jprefill.bench.simulate.routing import PrefixRouter, static_route
+from jprefill.bench.simulate.setting import workload_of
 from jprefill.bench.workloads import Arrival, Part, Workload, make_workload
 from jprefill.config import EngineConfig
 from jprefill.errors import ConfigError
@@ -29,7 +30,17 @@ POLICIES = ("jct", "srjf", "hrrn", "lpm", "fcfs")
 
 
 def make_fleet(num_blocks=64, num_replicas=1, routing="user", noise=0.0, **changes):
-    return Fleet(EngineConfig(**changes), TIMES, WALK, 4, num_blocks, num_replicas, routing, noise)
+    return Fleet(
+        EngineConfig(**changes),
+        TIMES,
+        WALK,
+        num_layers=4,
+        num_blocks=num_blocks,
+        crossover_tokens=16_384,
+        num_replicas=num_replicas,
+        routing=routing,
+        noise=noise,
+    )
 
 
 def workload(*arrivals):
@@ -226,7 +237,7 @@ def test_coefficients_are_three():
 
 def test_copies_have_texts_of_their_own():
     args = arguments("--copies", "3", "--requests", "4", "--workload", "short_labels")
-    load = command._workload(args, 0)
+    load = workload_of(args, 0)
     assert len(load.arrivals) == 12
     assert len({arrival.prompt for arrival in load.arrivals}) == 12
 

@@ -18,8 +18,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
         for policy in dict.fromkeys(one.policy for one in records):
             rates, seconds = _line(records, policy, name)
             axes.plot(rates, seconds, "o-", label=policy)
-        axes.set(xlabel="requests a second, offered", ylabel=f"{name.removesuffix('_s')} latency, seconds")
-        axes.set(xscale="log", yscale="log")
+        label = f"{name.removesuffix('_s')} latency, seconds"
+        axes.set(xlabel="requests a second, offered", ylabel=label, yscale="log")
         axes.grid(alpha=0.3)
         axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -305,7 +305,7 @@ def test_throughput_at_equal_p99_is_written_too(tmp_path: Path, capsys: pytest.C
     assert command.run(arguments(*SMALL, *argv)) == 0
     five, burst, equal = json.loads(path.read_text(encoding="utf-8"))
     assert (five["qps"], burst["qps"]) == (5, None)
-    assert five["equal_p99_ratio"] is None
+    assert (five["equal_p99_ratio"], equal["equal_p99_load"]) == (None, 0.5)
     assert equal["equal_p99_ratio"] >= 1  # the reference keeps to its own p99
     assert equal["qps"] == pytest.approx(equal["equal_p99_ratio"] * 0.5 * burst["requests_per_s"])
     assert "x  (" in capsys.readouterr().out

@@ -96,7 +96,13 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--recorded", action="store_true", help="at the times of the trace")
     add("--rate-scale", type=_above_0, default=1.0, metavar="X", help="with --recorded: so many times as fast")
     add("--reference", type=_one_variant, default="fcfs", metavar="POLICY[:KEEP]", help="load 1 is its burst (fcfs)")
-    add("--equal-p99", type=_above_0, metavar="LOAD", help="also the largest rates at the reference's p99 under LOAD")
+    add(
+        "--equal-p99",
+        type=_rates,
+        default=(),
+        metavar="LOAD,...",
+        help="also the largest rates at the reference's p99 under each LOAD",
+    )
 
 
 # ---- argparse types ----------------------------------------------------------------------------------------
@@ -172,11 +178,9 @@ def run(args: argparse.Namespace) -> int:
         _print_summary(records)
     if args.plot:
         draw(records, args.plot)
-    if args.equal_p99 is not None:
-        print(
-            f"\nlargest rates at the p99 of {args.reference.name} under load {args.equal_p99:g}\n{HEADER}", flush=True
-        )
-        found = _shown(one for seed in range(args.seeds) for one in _largest(args, seed))
+    for load in args.equal_p99:
+        print(f"\nlargest rates at the p99 of {args.reference.name} under load {load:g}\n{HEADER}", flush=True)
+        found = _shown(one for seed in range(args.seeds) for one in _largest(args, load, seed))
         _print_ratios(args.policies, found)
         records += found
     if args.json:
@@ -211,15 +215,15 @@ def _burst_qps(args: argparse.Namespace, workload: Workload) -> float:
     return run_at(args, args.reference, workload, math.inf).requests_per_s
 
 
-def _largest(args: argparse.Namespace, seed: int) -> Iterator[Record]:
-    """For each policy the run at the largest rate that keeps to the p99 of the reference under `--equal-p99`."""
+def _largest(args: argparse.Namespace, load: float, seed: int) -> Iterator[Record]:
+    """For each policy the run at the largest rate that keeps to the p99 of the reference under that load."""
     workload = workload_of(args, seed)
-    qps = args.equal_p99 * _burst_qps(args, workload)
+    qps = load * _burst_qps(args, workload)
     bound_s = run_at(args, args.reference, workload, qps).p99_s
     for variant in args.policies:
         one = largest_rate(partial(run_at, args, variant, workload), bound_s, qps)
         if one is not None and one.qps is not None:
-            yield replace(one, equal_p99_ratio=one.qps / qps)
+            yield replace(one, equal_p99_load=load, equal_p99_ratio=one.qps / qps)
 
 
 # ---- sums --------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ class Record:
       fairness: Jain's index of the users' mean slowdowns, 1 where all are slowed alike; a slowdown is latency over the
         time that the request would take alone and uncached.
       busy_share: of the replicas' time until the last answer.
-      equal_p99_ratio: of a run at the largest rate that keeps to the reference's p99: that rate over the reference's.
+      equal_p99_load: of a run at the largest rate that keeps to the reference's p99 under that load.
+      equal_p99_ratio: and its rate, over that of the reference.
     """
 
     policy: str
@@ -36,6 +37,7 @@ class Record:
     fairness: float
     busy_share: float
     num_passes: int
+    equal_p99_load: float | None = None
     equal_p99_ratio: float | None = None
 
 

@@ -79,7 +79,7 @@ def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--block-size", type=positive, default=EngineConfig.block_size, metavar="N")
     add("--replicas", type=positive, default=1, metavar="N")
-    add("--routing", choices=get_args(Routing), default="user", help="requests of nobody go anywhere under `user`")
+    add("--routing", choices=get_args(Routing), default="user", help="under `user`, requests without one go anywhere")
 
 
 def _add_load_arguments(parser: argparse.ArgumentParser) -> None:

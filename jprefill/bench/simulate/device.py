@@ -1,8 +1,10 @@
-"""How long passes take on a GPU that is not there: a roofline.
+"""How long passes take on a GPU that is not there: a roofline, or what was measured on one that is.
 
 seconds = a + b * chunks + c * attention area      b: the slower of arithmetic and reading all weights once
 """
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 from jprefill.errors import ConfigError
@@ -51,7 +53,26 @@ def device_model(gpu: str, model: ModelConfig, dtype: str, chunk_size: int, effi
     return JctModel.of(LAUNCH_S * 3 * model.num_layers, per_chunk_s, per_key_s)
 
 
+def measured_model(path: Path) -> JctModel:
+    """What passes take on a device that was timed: a file that an engine keeps, or one of `jprefill bench jct --json`.
+
+    Raises:
+      ConfigError: there are no coefficients in it.
+    """
+    try:
+        return JctModel.of(*json.loads(path.read_text(encoding="utf-8"))["coefficients"])
+    except OSError as error:
+        raise ConfigError(f"--jct {path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"--jct {path}: needs 'coefficients', four numbers, none below 0") from None
+
+
 def layer_params(model: ModelConfig) -> int:
     """Elements of one layer's matrices."""
     attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     return attention + 3 * model.embed_dim * model.mlp_dim
+
+
+def crossover_tokens(model: ModelConfig) -> int:
+    """The position from which on attention costs a token more than a layer's matrix products."""
+    return max(1, layer_params(model) // (2 * model.num_heads * model.head_dim))

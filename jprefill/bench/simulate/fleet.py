@@ -4,7 +4,7 @@ import heapq
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from jprefill.bench.simulate.prompts import PromptMaker
 from jprefill.bench.simulate.replica import Answer, Replica
-from jprefill.bench.simulate.routing import PrefixRouter, Router, Routing, static_route
+from jprefill.bench.simulate.routing import PrefixRouter, Routing, static_route
 from jprefill.bench.workloads import Arrival, Workload
 from jprefill.config import EngineConfig
 from jprefill.scheduler.features import ChunkWalk
@@ -26,6 +26,8 @@ class Fleet:
     Attributes:
       model: what passes take.
       num_blocks: of each replica's pool; 0: no prefix store.
+      crossover_tokens: see `kvstore.eviction.SavedTime`.
+      is_calibrated: schedulers know `model` from the start; else they begin with a guess, and learn.
       noise: standard deviation of the logarithm of a pass's time.
     """
 
@@ -34,6 +36,8 @@ class Fleet:
     walk: ChunkWalk
     num_layers: int
     num_blocks: int
+    crossover_tokens: int
+    is_calibrated: bool = True
     num_replicas: int = 1
     routing: Routing = "user"
     noise: float = 0.0
@@ -92,7 +96,9 @@ def _joined(outcomes: Sequence[Outcome], chosen: Sequence[np.ndarray], size: int
     )
 
 
-def _run(fleet: Fleet, arrivals: Sequence[Arrival], route: np.ndarray, *, router: Router | None = None) -> Outcome:
+def _run(
+    fleet: Fleet, arrivals: Sequence[Arrival], route: np.ndarray, *, router: PrefixRouter | None = None
+) -> Outcome:
     """Arrivals in order, and between them what replicas do by themselves, earliest first.
 
     Args:
@@ -144,5 +150,14 @@ def _replica(fleet: Fleet, number: int) -> Replica:
     def noise() -> float:
         return float(np.exp(rng.normal(0.0, fleet.noise))) if fleet.noise else 1.0
 
-    config = replace(fleet.config)
-    return Replica(config, fleet.model, fleet.walk, fleet.num_layers, fleet.num_blocks, noise)
+    believed = fleet.model.copy() if fleet.is_calibrated else JctModel()
+    return Replica(
+        fleet.config,
+        fleet.model,
+        believed,
+        fleet.walk,
+        fleet.num_layers,
+        fleet.num_blocks,
+        fleet.crossover_tokens,
+        noise,
+    )

@@ -21,7 +21,7 @@ from jprefill.scheduler.preemption import RunningPass
 from jprefill.scheduler.queue import PendingRequest
 from jprefill.scheduler.scheduler import Scheduler
 
-_GHOSTS_PER_BLOCK = 8  # as the engine has them
+_GHOSTS_PER_BLOCK, _MIN_GHOSTS = 8, 65_536  # as `kvstore.build` has them, which imports JAX
 
 
 class NoPool:
@@ -75,15 +75,19 @@ class Replica:
     """See the module. `next_s` is when something happens here by itself; infinite: only an arrival can wake it.
 
     Args:
-      true: what passes take; the scheduler starts from a copy and learns.
+      true: what passes take.
+      believed: what the scheduler starts from; it learns.
+      crossover_tokens: of the eviction order.
       noise: makes a factor for each pass.
     """
 
     config: EngineConfig
     true: JctModel
+    believed: JctModel
     walk: ChunkWalk
     num_layers: int
     num_blocks: int
+    crossover_tokens: int
     noise: Callable[[], float] = lambda: 1.0
     next_s: float = float("inf")
     busy_s: float = 0.0
@@ -94,14 +98,16 @@ class Replica:
     def __post_init__(self) -> None:
         last = self.walk.buckets[-1]
         self._store = self._make_store()
-        self._scheduler = Scheduler(self.config, self._store, self.true.copy(), self.walk, Room(last, last))
+        self._scheduler = Scheduler(self.config, self._store, self.believed, self.walk, Room(last, last))
 
     def _make_store(self) -> Store:
         if not self.num_blocks:
             return NoStore()
         block_size = self.config.block_size
-        index = BlockIndex(self.num_blocks, block_size, make_order(self.config.eviction, self.num_blocks))
-        policy = KeepPolicy(self.config.keep, _GHOSTS_PER_BLOCK * self.num_blocks)
+        index = BlockIndex(
+            self.num_blocks, block_size, make_order(self.config.eviction, self.num_blocks, self.crossover_tokens)
+        )
+        policy = KeepPolicy(self.config.keep, max(_MIN_GHOSTS, _GHOSTS_PER_BLOCK * self.num_blocks))
         return PrefixStore(NoPool(self.num_blocks, block_size), index, policy, b"")
 
     def arrive(self, pending: PendingRequest, now_s: float) -> None:

@@ -20,6 +20,7 @@ class Record:
       fairness: Jain's index of the users' mean slowdowns, 1 where all are slowed alike; a slowdown is latency over the
         time that the request would take alone and uncached.
       busy_share: of the replicas' time until the last answer.
+      equal_p99_ratio: of a run at the largest rate that keeps to the reference's p99: that rate over the reference's.
     """
 
     policy: str
@@ -35,6 +36,7 @@ class Record:
     fairness: float
     busy_share: float
     num_passes: int
+    equal_p99_ratio: float | None = None
 
 
 def record(policy: str, fleet: Fleet, workload: Workload, qps: float, outcome: Outcome) -> Record:

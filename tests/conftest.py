@@ -14,6 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 from fakes import ByteTokenizer, FakeEngine
+from hypothesis import settings
+
+# No test has a time limit of a fraction of a second: machines are shared.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(autouse=True)

@@ -219,11 +219,11 @@ def _largest(args: argparse.Namespace, load: float, seed: int) -> Iterator[Recor
     """For each policy the run at the largest rate that keeps to the p99 of the reference under that load."""
     workload = workload_of(args, seed)
     qps = load * _burst_qps(args, workload)
-    bound_s = run_at(args, args.reference, workload, qps).p99_s
+    reference = run_at(args, args.reference, workload, qps)
     for variant in args.policies:
-        one = largest_rate(partial(run_at, args, variant, workload), bound_s, qps)
-        if one is not None and one.qps is not None:
-            yield replace(one, equal_p99_load=load, equal_p99_ratio=one.qps / qps)
+        one = largest_rate(partial(run_at, args, variant, workload), reference.p99_s, qps)
+        if one is not None:
+            yield replace(one, equal_p99_load=load, equal_p99_ratio=one.requests_per_s / reference.requests_per_s)
 
 
 # ---- sums --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ class Record:
         time that the request would take alone and uncached.
       busy_share: of the replicas' time until the last answer.
       equal_p99_load: of a run at the largest rate that keeps to the reference's p99 under that load.
-      equal_p99_ratio: and its rate, over that of the reference.
+      equal_p99_ratio: and the requests that it answers a second, over those of the reference.
     """
 
     policy: str

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--packing", action=argparse.BooleanOptionalAction, default=True)
     add("--preemption", action=argparse.BooleanOptionalAction, default=True)
     add("--fairness", type=_at_least_0, default=EngineConfig.fairness, metavar="X")
+    add("--max-overtaken", type=_at_least_0, default=EngineConfig.max_overtaken_s, metavar="SECONDS")
     add("--seeds", type=positive, default=1, metavar="N")
     add("--processes", type=positive, default=1, metavar="N", help="where replicas do not depend on each other")
     add("--json", type=Path, metavar="FILE", help="write the records there")

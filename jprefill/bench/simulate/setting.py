@@ -72,6 +72,7 @@ def _fleet(args: argparse.Namespace, variant: Variant, workload: Workload) -> Fl
         policy=variant.policy,
         keep=variant.keep,
         fairness=args.fairness,
+        max_overtaken_s=args.max_overtaken,
         packing=args.packing,
         preemption=args.preemption,
         block_size=args.block_size,

@@ -61,11 +61,11 @@ class Store(Protocol):
         """Starts bringing blocks from slow tiers to faster ones; returns at once. Any thread."""
         ...
 
-    def arrive(self, request: ScoreRequest, keys: BlockKeys) -> bytes | None:
+    def arrive(self, request: ScoreRequest, keys: BlockKeys) -> int:
         """Counts a request that waits from now on.
 
         Returns:
-          The key of the last block that it shares, by its own word or with requests seen before; None: of none.
+          How many leading blocks it shares, by its own word or with requests seen before.
         """
         ...
 

@@ -27,9 +27,10 @@ class NoStore:
     def prefetch(self, keys: BlockKeys) -> None:
         """Nothing to bring."""
 
-    def arrive(self, request: ScoreRequest, keys: BlockKeys) -> bytes | None:
-        """Nothing to count."""
+    def arrive(self, request: ScoreRequest, keys: BlockKeys) -> int:
+        """Nothing is shared."""
         del request, keys
+        return 0
 
     def num_cached(self, keys: BlockKeys, limit: int) -> int:
         """None."""

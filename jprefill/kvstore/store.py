@@ -85,11 +85,10 @@ class PrefixStore:
         if self._lower is not None:
             self._lower.prefetch(keys, self._index.num_matched(keys), len(keys))
 
-    def arrive(self, request: ScoreRequest, keys: BlockKeys) -> bytes | None:
-        """Counts a request that waits from now on; the key of the last block that it shares."""
+    def arrive(self, request: ScoreRequest, keys: BlockKeys) -> int:
+        """Counts a request that waits from now on; how many leading blocks it shares."""
         self._policy.arrive(keys)
-        num_shared = self._policy.num_shared(request, keys, self.block_size)
-        return keys.hashes[num_shared - 1] if num_shared else None
+        return self._policy.num_shared(request, keys, self.block_size)
 
     def num_cached(self, keys: BlockKeys, limit: int) -> int:
         """Leading blocks that some tier holds."""

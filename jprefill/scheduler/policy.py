@@ -43,12 +43,14 @@ class Waiting(NamedTuple):
 
     Attributes:
       jct_s: priced from what the store holds now.
+      shared_jct_s: likewise, with a prefix that several wait for shared out among them.
       arrival_jct_s: the price when the request came.
       num_new_tokens: that no tier of the store holds.
     """
 
     waited_s: Float64[np.ndarray, " n"]
     jct_s: Float64[np.ndarray, " n"]
+    shared_jct_s: Float64[np.ndarray, " n"]
     arrival_jct_s: Float64[np.ndarray, " n"]
     num_cached_tokens: Int64[np.ndarray, " n"]
     num_new_tokens: Int64[np.ndarray, " n"]
@@ -114,12 +116,14 @@ def shortest_remaining_job_first(waiting: Waiting, fairness: float) -> Keys:
 
 
 def continuous_jct(waiting: Waiting, fairness: float) -> Keys:
-    """The smallest jct - fairness * waited, priced from what the store holds now.
+    """The smallest jct - fairness * waited, priced from what the store holds now; company makes a prefix cheaper.
 
+    What a prefix takes is spent once for all that wait for it, so a pass that many wait for goes before one that is as
+    long and serves one: the order by (seconds / requests served), which makes the mean wait shortest (Smith 1956).
     Source: PrefillOnly (arXiv 2505.07203), algorithm 1. What is printed there keeps the smallest jct and compares it
     with scores; here the score is compared with scores, as its text says.
     """
-    return waiting.jct_s - fairness * waiting.waited_s
+    return waiting.shared_jct_s - fairness * waiting.waited_s
 
 
 SCORES: dict[str, Score] = {

@@ -19,13 +19,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jprefill.kvstore.hashing import BlockKeys
+from jprefill.scheduler.company import Companies
 from jprefill.scheduler.features import Amounts, ChunkWalk, Features, Load, load_of
 from jprefill.scheduler.jct import JctModel
 from jprefill.scheduler.pieces import num_cacheable_blocks
 from jprefill.scheduler.policy import Keys, Rule, Waiting, smallest_first
 from jprefill.scheduler.queue import PendingRequest
 
-_NOBODY: set["_Entry"] = set()
+_NO_ENTRIES: set["_Entry"] = set()
 
 _COLUMNS = {
     "number": np.int64,  # of arrival
@@ -38,8 +39,12 @@ _COLUMNS = {
     "item_area": np.float64,
     "num_device_blocks": np.int64,
     "num_lower_blocks": np.int64,  # after them, in lower tiers
+    "num_shared_tokens": np.int64,  # that others have too and the store may hold
+    "company": np.int64,  # the number of those others
     "num_chunks": np.float64,
     "attention_area": np.float64,
+    "own_chunks": np.float64,  # without what others have too
+    "own_area": np.float64,
     "arrival_jct_s": np.float64,
 }
 
@@ -113,7 +118,7 @@ class PriceBook:
         self._entries: list[_Entry] = []  # by slot; dense: the last one fills a gap
         self._by_pending: dict[PendingRequest, _Entry] = {}
         self._watched: dict[bytes, set[_Entry]] = {}
-        self._groups: dict[bytes, set[_Entry]] = {}
+        self._companies = Companies[_Entry]()
         self._num_priced = 0  # entries from here on are new
         self._num_arrived = self._next_refresh = 0
         self.total_jct_s = 0.0
@@ -140,8 +145,6 @@ class PriceBook:
         entry = _Entry(pending, slot, self._limit(pending))
         self._entries.append(entry)
         self._by_pending[pending] = entry
-        if pending.group is not None:
-            self._groups.setdefault(pending.group, set()).add(entry)
         self._num_arrived += 1
         request, priority = pending.request, pending.request.priority
         columns["number"][slot] = self._num_arrived
@@ -150,6 +153,8 @@ class PriceBook:
         columns["priority"][slot] = priority
         columns["deadline_s"][slot] = np.inf if request.deadline_s is None else request.deadline_s
         columns["num_lower_blocks"][slot] = 0
+        columns["num_shared_tokens"][slot] = min(pending.num_shared_blocks, entry.limit) * self._store.block_size
+        columns["company"][slot] = self._companies.join(pending.group, entry)
         for name, value in zip(Load._fields, load_of(request, pending.next_item), strict=True):
             columns[name][slot] = value
 
@@ -159,8 +164,7 @@ class PriceBook:
         for pending in chosen:
             entry = self._by_pending.pop(pending)
             self._unwatch(entry)
-            if pending.group is not None:
-                self._leave_group(entry, pending.group)
+            self._companies.leave(pending.group, entry)
             last = self._entries.pop()
             if last is not entry:
                 for column in self._columns.values():
@@ -168,12 +172,6 @@ class PriceBook:
                 last.slot = entry.slot
                 self._entries[last.slot] = last
         self._num_priced = len(self._entries)
-
-    def _leave_group(self, entry: _Entry, group: bytes) -> None:
-        members = self._groups[group]
-        members.discard(entry)
-        if not members:
-            del self._groups[group]
 
     def late(self, now_s: float) -> list[PendingRequest]:
         """Requests whose deadline has passed."""
@@ -254,7 +252,7 @@ class PriceBook:
 
     def _unwatch(self, entry: _Entry) -> None:
         for key in _edges(entry):
-            members = self._watched.get(key, _NOBODY)
+            members = self._watched.get(key, _NO_ENTRIES)
             if len(members) > 1:
                 members.discard(entry)
             elif entry in members:
@@ -266,8 +264,13 @@ class PriceBook:
             return
         chosen = np.fromiter((entry.slot for entry in entries), np.int64, len(entries))
         load = Load._make(self._columns[name][chosen] for name in Load._fields)
-        num_chunks, area = self._walk.features(load, self._num_cached_tokens(chosen))
-        self._columns["num_chunks"][chosen], self._columns["attention_area"][chosen] = num_chunks, area
+        num_cached = self._num_cached_tokens(chosen)
+        num_shared = np.maximum(num_cached, self._columns["num_shared_tokens"][chosen])
+        self._set("num_chunks", "attention_area", chosen, self._walk.features(load, num_cached))
+        self._set("own_chunks", "own_area", chosen, self._walk.features(load, num_shared))
+
+    def _set(self, chunks: str, area: str, chosen: np.ndarray, features: tuple[Amounts, Amounts]) -> None:
+        self._columns[chunks][chosen], self._columns[area][chosen] = features
 
     def _num_cached_tokens(self, chosen: "np.ndarray | slice") -> np.ndarray:
         columns = self._columns
@@ -277,6 +280,12 @@ class PriceBook:
         columns = self._columns
         restore_bytes = columns["num_lower_blocks"][chosen] * np.float64(self._block_bytes)
         return self.model.predict_all(columns["num_chunks"][chosen], columns["attention_area"][chosen], restore_bytes)
+
+    def _shared_jct_s(self, jct_s: Amounts, chosen: slice) -> Amounts:
+        """Where several wait for one prefix, each pays its share of it."""
+        columns = self._columns
+        own_s = self.model.predict_all(columns["own_chunks"][chosen], columns["own_area"][chosen], np.zeros_like(jct_s))
+        return own_s + (jct_s - own_s) / self._companies.sizes[columns["company"][chosen]]
 
     # ---- who goes first -------------------------------------------------------------------------------------------
 
@@ -299,6 +308,7 @@ class PriceBook:
         waiting = Waiting(
             waited_s=now_s - columns["submitted_s"][every],
             jct_s=jct_s,
+            shared_jct_s=self._shared_jct_s(jct_s, every),
             arrival_jct_s=columns["arrival_jct_s"][every],
             num_cached_tokens=num_cached,
             num_new_tokens=columns["num_front_tokens"][every] + columns["num_item_tokens"][every] - num_cached,
@@ -320,8 +330,7 @@ class PriceBook:
 
     def _companions(self, slot: int, keys: Sequence[Keys], chosen: np.ndarray) -> Iterator[int]:
         """The other chosen ones that have the prefix of this one, in order."""
-        group = self._entries[slot].pending.group if self._rule.brings_together else None
-        members = self._groups[group] if group is not None else _NOBODY
+        members = self._companies.of(self._entries[slot].pending.group) if self._rule.brings_together else _NO_ENTRIES
         others = np.array([entry.slot for entry in members if entry.slot != slot and chosen[entry.slot]], np.int64)
         return smallest_first(others, keys)
 

@@ -18,8 +18,7 @@ from jprefill.types import ItemScores, ScoreRequest, ScoreResult
 class PendingRequest:
     """A request on its way to its one answer. Only the engine thread changes it after `put`.
 
-    `group` is the key of the last block of its prompt that others have too; None: of none, as far as was known when it
-    arrived.
+    `num_shared_blocks` of its prompt others have too, as far as was known when it arrived.
 
     Invariant: items `[0, next_item)` are in `scores`; the request is in the queue until `next_item` reaches the end.
     """
@@ -35,8 +34,13 @@ class PendingRequest:
     num_kept_tokens: int = 0
     must_run_alone: bool = False
     has_arrived: bool = False
-    group: bytes | None = None
+    num_shared_blocks: int = 0
     scores: list[ItemScores] = field(default_factory=list)
+
+    @property
+    def group(self) -> bytes | None:
+        """The key of the last block that others have too; None: of none."""
+        return self.keys.hashes[self.num_shared_blocks - 1] if self.num_shared_blocks else None
 
     @property
     def num_items_left(self) -> int:

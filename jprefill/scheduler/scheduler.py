@@ -68,7 +68,7 @@ class Scheduler:
         for pending in came:
             if not pending.has_arrived:
                 pending.has_arrived = True
-                pending.group = self._store.arrive(pending.request, pending.keys)
+                pending.num_shared_blocks = self._store.arrive(pending.request, pending.keys)
             self._book.add(pending)
 
     def leave(self, left: Iterable[PendingRequest]) -> None:

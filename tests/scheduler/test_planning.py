@@ -58,7 +58,7 @@ def request(prefix, *items, **changes):
 
 def pending(store, one):
     waiting = PendingRequest(one, Future(), store.keys(one))
-    waiting.group = store.arrive(one, waiting.keys)
+    waiting.num_shared_blocks = store.arrive(one, waiting.keys)
     return waiting
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jprefill.kvstore.hashing import BlockKeys
 from jprefill.kvstore.none import NoStore
 from jprefill.scheduler.features import ChunkWalk
 from jprefill.scheduler.jct import JctModel
@@ -18,6 +19,7 @@ from jprefill.types import Item, ScoreRequest
 WAITING = Waiting(
     waited_s=np.array([9.0, 6.0, 5.0, 1.0]),
     jct_s=np.array([8.0, 1.0, 0.5, 0.4]),
+    shared_jct_s=np.array([8.0, 1.0, 0.5, 0.4]),
     arrival_jct_s=np.array([8.0, 1.0, 2.0, 3.0]),
     num_cached_tokens=np.array([0, 10, 90, 50]),
     num_new_tokens=np.array([900, 300, 10, 20]),
@@ -59,7 +61,8 @@ def test_the_lazy_order_is_the_sorted_order(data):
 def pending(num_tokens=10, submitted_s=0.0, deadline_s=None, num_items=1, priority=0, group=None):
     item = Item(np.zeros(num_tokens, np.int32), np.array([num_tokens - 1], np.int32), np.zeros((1, 1), np.int32))
     request = ScoreRequest(np.zeros(0, np.int32), (item,) * num_items, deadline_s=deadline_s, priority=priority)
-    return PendingRequest(request, Future(), NoStore().keys(request), submitted_s=submitted_s, group=group)
+    keys = NoStore().keys(request) if group is None else BlockKeys((group,), np.zeros((1, 16), np.int32))
+    return PendingRequest(request, Future(), keys, submitted_s=submitted_s, num_shared_blocks=len(keys))
 
 
 def make_book(policy="jct", fairness=0.0, max_overtaken_s=100.0):

@@ -14,7 +14,7 @@ from jprefill.kvstore.index import BlockIndex
 from jprefill.kvstore.keep import KeepPolicy
 from jprefill.kvstore.none import NoStore
 from jprefill.kvstore.store import PrefixStore
-from jprefill.scheduler.features import ChunkWalk
+from jprefill.scheduler.features import ChunkWalk, Features
 from jprefill.scheduler.jct import JctModel
 from jprefill.scheduler.planning import Room, plan_batch
 from jprefill.scheduler.policy import Rule
@@ -184,7 +184,7 @@ def test_prices_by_increments_are_the_prices(seed, num_blocks):
     for name in rng.choice(OPERATIONS, 80):
         prompt = np.repeat(rng.integers(0, 2, 6), BLOCK).astype(np.int32)
         if name == "add":
-            waiting.append(pending(prompt, text(0, 5)))
+            waiting.append(pending(prompt, text(0, 5), num_shared_blocks=int(rng.integers(0, 7))))
             book.add(waiting[-1])
         elif name == "remove" and waiting:
             book.remove([waiting.pop(rng.integers(len(waiting)))])
@@ -209,6 +209,13 @@ def check(book, store, waiting):
         fresh.add(one)
     fresh.reprice()
     assert [book.features(one) for one in waiting] == [fresh.features(one) for one in waiting]
+    assert shared_prices(book) == pytest.approx(shared_prices(fresh))
+
+
+def shared_prices(book):
+    every = slice(0, len(book))
+    prices = book._shared_jct_s(book._jct_s(every), every)
+    return {id(entry.pending): price for entry, price in zip(book._entries, prices, strict=True)}
 
 
 def test_the_order_follows_the_store():
@@ -220,6 +227,37 @@ def test_the_order_follows_the_store():
     assert list(book.order(0.0)) == [short, long]
     store.store(long.keys)
     assert list(book.order(0.0)) == [long, short]
+
+
+def test_a_prefix_that_several_wait_for_costs_each_its_share():
+    store, shared = IndexSource(64), text(0, 256)
+    book = make_book(store)
+    alone = pending(text(1, 128), text(2, 20))
+    together = [pending(shared, text(seed, 20), num_shared_blocks=32) for seed in range(3, 6)]
+    for one in (alone, together[0]):
+        book.add(one)
+    assert list(book.order(0.0)) == [alone, together[0]]
+    for one in together[1:]:
+        book.add(one)
+    assert list(book.order(0.0)) == [*together, alone]
+    book.remove(together[:2])
+    assert list(book.order(0.0)) == [alone, together[2]]
+
+
+def test_the_share_is_of_the_prefix_alone_and_of_nothing_once_it_is_cached():
+    store, shared = IndexSource(64), text(0, 256)
+    book = make_book(store)
+    together = [pending(shared, text(seed, 20), num_shared_blocks=32) for seed in range(4)]
+    for one in together:
+        book.add(one)
+    book.reprice()
+    every = slice(0, 4)
+    own_s = book.model.predict(Features(0.5, 20 * (256 + 21 / 2) * 32 / 20))
+    whole_s = book._jct_s(every)
+    assert book._shared_jct_s(whole_s, every) == pytest.approx(own_s + (whole_s - own_s) / 4)
+    store.store(together[0].keys.head(32))
+    book.reprice()
+    assert book._shared_jct_s(book._jct_s(every), every) == pytest.approx(book._jct_s(every))
 
 
 def test_priced_once_means_priced_once():

@@ -299,6 +299,7 @@ _BENCHMARKS = {
     "offline": _module_command("jprefill.bench.offline", "time scoring in this process, without a server"),
     "ablate": _module_command("jprefill.bench.ablate", "what each part of the engine gives"),
     "jct": _module_command("jprefill.bench.jct", "how well job completion times are foretold"),
+    "packing": _module_command("jprefill.bench.packing", "short prompts together against one at a time"),
     "prefix": _module_command("jprefill.bench.prefix", "time requests that share profiles, with and without the store"),
     "schedule": _module_command("jprefill.bench.schedule", "time one decision with thousands of requests waiting"),
     "serve": _module_command("jprefill.bench.serve.command", "load on a running server, at given rates"),

@@ -114,7 +114,7 @@ class PriceBook:
         self.model = model
         self._store, self._walk, self._rule = store, walk, rule
         self._block_bytes, self._num_refreshed = block_bytes, num_refreshed
-        self._columns = {name: np.zeros(64, kind) for name, kind in _COLUMNS.items()}
+        self._columns: dict[str, np.ndarray] = {name: np.zeros(64, kind) for name, kind in _COLUMNS.items()}
         self._entries: list[_Entry] = []  # by slot; dense: the last one fills a gap
         self._by_pending: dict[PendingRequest, _Entry] = {}
         self._watched: dict[bytes, set[_Entry]] = {}
@@ -266,11 +266,11 @@ class PriceBook:
         load = Load._make(self._columns[name][chosen] for name in Load._fields)
         num_cached = self._num_cached_tokens(chosen)
         num_shared = np.maximum(num_cached, self._columns["num_shared_tokens"][chosen])
-        self._set("num_chunks", "attention_area", chosen, self._walk.features(load, num_cached))
-        self._set("own_chunks", "own_area", chosen, self._walk.features(load, num_shared))
-
-    def _set(self, chunks: str, area: str, chosen: np.ndarray, features: tuple[Amounts, Amounts]) -> None:
-        self._columns[chunks][chosen], self._columns[area][chosen] = features
+        for chunks, area, known in (
+            ("num_chunks", "attention_area", num_cached),
+            ("own_chunks", "own_area", num_shared),
+        ):
+            self._columns[chunks][chosen], self._columns[area][chosen] = self._walk.features(load, known)
 
     def _num_cached_tokens(self, chosen: "np.ndarray | slice") -> np.ndarray:
         columns = self._columns

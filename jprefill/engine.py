@@ -80,6 +80,9 @@ class Engine:
 
     Thread safety: `submit`, `stats` and `close` may be called from any thread.
     Invariant: submitted = answered + waiting + running, at every moment.
+
+    Attributes:
+      walk: how passes walk their token rows, which is what they are priced by.
     """
 
     def __init__(
@@ -112,8 +115,8 @@ class Engine:
         self._save_jct = save_jct
         self._store = store or NoStore()
         room = Room(runner.buckets[-1], runner.buckets[-1], grid)
-        walk = ChunkWalk(config.chunk_size or default_chunk_size(), runner.buckets)
-        self._scheduler = Scheduler(config, self._store, jct or JctModel(), walk, room)
+        self.walk = ChunkWalk(config.chunk_size or default_chunk_size(), runner.buckets)
+        self._scheduler = Scheduler(config, self._store, jct or JctModel(), self.walk, room)
         self._queue = WaitingQueue(config.max_queued_requests, config.max_queued_tokens)
         self._running: Sequence[PendingRequest] = ()
         self._counts = dict.fromkeys(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jprefill.bench.ablation_table import markdown, read_records
 from jprefill.bench.local import DEMO_MODEL, demo_label_ids, load_checkpoint, load_tokenizer, positive
 from jprefill.bench.parity import Scorer
 from jprefill.bench.prose import prose
@@ -60,6 +61,7 @@ class Record:
 
     Attributes:
       policy: the variant.
+      load: requests offered over those that fcfs answers of a burst.
       qps: offered; infinite: all at once.
       requests_per_s: answered, from the first request to the last answer.
       hit_rate: of the prompt tokens, those from the store.
@@ -80,6 +82,7 @@ class Record:
     long_mean_s: float
     num_batches: int
     num_preemptions: int
+    load: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=positive, metavar="N", help="of each run, at most")
     parser.add_argument("--pool-share", type=float, default=0.25, help="of the profiles that the pool holds (0.25)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="of --json: print tables, run nothing")
     add_flags(parser, EngineConfig)
 
 
@@ -119,12 +123,15 @@ def _loads(text: str) -> tuple[float, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints.
+    """Measures and prints, or prints what was measured.
 
     Raises:
       ConfigError: a flag cannot be used.
       CheckpointError: the model cannot be used.
     """
+    if args.read:
+        print(markdown(read_records(args.read)))
+        return 0
     config = from_args(args, EngineConfig)
     checkpoint = load_checkpoint(args.model, config.dtype, config.quantization)
     tokenizer = load_tokenizer(checkpoint)
@@ -169,7 +176,8 @@ class Bench:
         base_qps = self._run("fcfs", replace(config, policy="fcfs"), workload, requests, np.inf).requests_per_s
         for load in args.loads:
             for variant in args.variants:
-                yield self._run(variant, replace(config, **VARIANTS[variant]), workload, requests, load * base_qps)
+                chosen = replace(config, **VARIANTS[variant])
+                yield replace(self._run(variant, chosen, workload, requests, load * base_qps), load=load)
 
     def _run(
         self, variant: str, config: EngineConfig, workload: Workload, requests: Sequence[ScoreRequest], qps: float
@@ -196,6 +204,7 @@ class Bench:
             long_mean_s=float(latencies_s[~is_short].mean()),
             num_batches=stats.num_batches,
             num_preemptions=stats.num_preemptions,
+            load=np.nan,  # who knows the rate of load 1 fills it in
         )
 
     @contextmanager

@@ -33,7 +33,7 @@ from jprefill.bench.local import (
     running_engine,
 )
 from jprefill.bench.parity import Scorer
-from jprefill.config import EngineConfig, default_buckets
+from jprefill.config import EngineConfig
 from jprefill.errors import ConfigError, EngineError
 from jprefill.flags import add_flags, from_args
 from jprefill.scheduler.features import ChunkWalk, Features, Load
@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(f"{key}: {value}" for key, value in setting.items()), flush=True)
     checkpoint = load_checkpoint(args.model, config.dtype, config.quantization)
     with running_engine(checkpoint, config) as engine:
-        seconds = measure(engine, engine.vocab_size, cases, args.repeat, args.clock)
-    model, records = fit(cases, seconds, _walk(config))
+        seconds, walk = measure(engine, engine.vocab_size, cases, args.repeat, args.clock), engine.walk
+    model, records = fit(cases, seconds, walk)
     qualities = {name: quality([r for r in records if r.is_unseen == is_unseen]) for name, is_unseen in _SETS}
     _print(model, records, qualities)
     if args.json:
@@ -288,15 +288,6 @@ def draw(records: Sequence[Record], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
-
-
-def _walk(config: EngineConfig) -> ChunkWalk:
-    """As the engine's runner walks: see `Engine.from_checkpoint`."""
-    from jprefill.pallas.device import default_chunk_size  # here: it imports JAX, which `--help` must not
-
-    chunk_size = config.chunk_size or default_chunk_size()
-    longest = max(config.max_model_len or 1, config.max_batch_tokens or 1)
-    return ChunkWalk(chunk_size, config.buckets or default_buckets(longest, chunk_size))
 
 
 def _setting(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:

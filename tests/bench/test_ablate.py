@@ -69,7 +69,7 @@ def test_a_latency_starts_when_the_request_was_due():
 
 
 def test_records_are_written_and_names_are_checked(monkeypatch, tmp_path: Path, capsys):
-    record = ablate.Record("jct", "mixed", 0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 3, 0)
+    record = ablate.Record("jct", "mixed", 0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 3, 0, 0.7)
     monkeypatch.setattr(ablate, "load_checkpoint", lambda *_: SimpleNamespace())
     monkeypatch.setattr(ablate, "load_tokenizer", lambda _: ByteTokenizer())
     monkeypatch.setattr(ablate.Bench, "measure", lambda *_: iter([record]))

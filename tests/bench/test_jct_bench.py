@@ -22,7 +22,7 @@ WALK = ChunkWalk(256, (128, 512, 2048, 4096))
 class TimedEngine:
     """Answers at once, and says that it took what its model says. Holds what was marked."""
 
-    vocab_size = 300
+    vocab_size, walk = 300, WALK
 
     def __init__(self, noise=0.0, holds=True):
         self.requests, self._stored, self._holds = [], np.zeros(0, np.int32), holds

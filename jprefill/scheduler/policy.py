@@ -35,6 +35,7 @@ from jaxtyping import Float64, Int64
 Keys = Float64[np.ndarray, " _"] | Int64[np.ndarray, " _"]
 Slots = Int64[np.ndarray, " _"]
 
+SAVED_WEIGHT = 3.0  # of seconds that the store saves; measured, see ARCHITECTURE
 _HEAD = 64  # a pass seldom takes more; the rest is put in order only if it is asked for
 
 
@@ -44,6 +45,7 @@ class Waiting(NamedTuple):
     Attributes:
       jct_s: priced from what the store holds now.
       shared_jct_s: likewise, with a prefix that several wait for shared out among them.
+      saved_s: what it would take longer if nothing were cached.
       arrival_jct_s: the price when the request came.
       num_new_tokens: that no tier of the store holds.
     """
@@ -51,6 +53,7 @@ class Waiting(NamedTuple):
     waited_s: Float64[np.ndarray, " n"]
     jct_s: Float64[np.ndarray, " n"]
     shared_jct_s: Float64[np.ndarray, " n"]
+    saved_s: Float64[np.ndarray, " n"]
     arrival_jct_s: Float64[np.ndarray, " n"]
     num_cached_tokens: Int64[np.ndarray, " n"]
     num_new_tokens: Int64[np.ndarray, " n"]
@@ -116,14 +119,16 @@ def shortest_remaining_job_first(waiting: Waiting, fairness: float) -> Keys:
 
 
 def continuous_jct(waiting: Waiting, fairness: float) -> Keys:
-    """The smallest jct - fairness * waited, priced from what the store holds now; company makes a prefix cheaper.
+    """The smallest jct - fairness * waited, priced from what the store holds now, and two things besides.
 
     What a prefix takes is spent once for all that wait for it, so a pass that many wait for goes before one that is as
     long and serves one: the order by (seconds / requests served), which makes the mean wait shortest (Smith 1956).
+
+    What the store saves now it may not save later: who waits with a cached prefix loses it to those who go before.
     Source: PrefillOnly (arXiv 2505.07203), algorithm 1. What is printed there keeps the smallest jct and compares it
     with scores; here the score is compared with scores, as its text says.
     """
-    return waiting.shared_jct_s - fairness * waiting.waited_s
+    return waiting.shared_jct_s - fairness * waiting.waited_s - SAVED_WEIGHT * waiting.saved_s
 
 
 SCORES: dict[str, Score] = {

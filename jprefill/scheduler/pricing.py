@@ -43,10 +43,14 @@ _COLUMNS = {
     "company": np.int64,  # the number of those others
     "num_chunks": np.float64,
     "attention_area": np.float64,
-    "own_chunks": np.float64,  # without what others have too
+    "own_chunks": np.float64,  # if all that others have too were cached
     "own_area": np.float64,
+    "whole_chunks": np.float64,  # if nothing were
+    "whole_area": np.float64,
     "arrival_jct_s": np.float64,
 }
+
+_NOW, _OWN, _WHOLE = ("num_chunks", "attention_area"), ("own_chunks", "own_area"), ("whole_chunks", "whole_area")
 
 
 @dataclass(eq=False, slots=True)
@@ -266,26 +270,29 @@ class PriceBook:
         load = Load._make(self._columns[name][chosen] for name in Load._fields)
         num_cached = self._num_cached_tokens(chosen)
         num_shared = np.maximum(num_cached, self._columns["num_shared_tokens"][chosen])
-        for chunks, area, known in (
-            ("num_chunks", "attention_area", num_cached),
-            ("own_chunks", "own_area", num_shared),
-        ):
-            self._columns[chunks][chosen], self._columns[area][chosen] = self._walk.features(load, known)
+        for work, num_there in ((_NOW, num_cached), (_OWN, num_shared), (_WHOLE, np.zeros_like(num_cached))):
+            for name, values in zip(work, self._walk.features(load, num_there), strict=True):
+                self._columns[name][chosen] = values
 
     def _num_cached_tokens(self, chosen: "np.ndarray | slice") -> np.ndarray:
         columns = self._columns
         return (columns["num_device_blocks"][chosen] + columns["num_lower_blocks"][chosen]) * self._store.block_size
 
     def _jct_s(self, chosen: slice) -> Amounts:
-        columns = self._columns
-        restore_bytes = columns["num_lower_blocks"][chosen] * np.float64(self._block_bytes)
-        return self.model.predict_all(columns["num_chunks"][chosen], columns["attention_area"][chosen], restore_bytes)
+        return self._predict(_NOW, chosen, self._columns["num_lower_blocks"][chosen] * np.float64(self._block_bytes))
 
     def _shared_jct_s(self, jct_s: Amounts, chosen: slice) -> Amounts:
         """Where several wait for one prefix, each pays its share of it."""
-        columns = self._columns
-        own_s = self.model.predict_all(columns["own_chunks"][chosen], columns["own_area"][chosen], np.zeros_like(jct_s))
-        return own_s + (jct_s - own_s) / self._companies.sizes[columns["company"][chosen]]
+        own_s = self._predict(_OWN, chosen, np.zeros_like(jct_s))
+        return own_s + (jct_s - own_s) / self._companies.sizes[self._columns["company"][chosen]]
+
+    def _saved_s(self, jct_s: Amounts, chosen: slice) -> Amounts:
+        """What the store saves now."""
+        return np.maximum(0.0, self._predict(_WHOLE, chosen, np.zeros_like(jct_s)) - jct_s)
+
+    def _predict(self, work: tuple[str, str], chosen: slice, restore_bytes: Amounts) -> Amounts:
+        num_chunks, area = (self._columns[name][chosen] for name in work)
+        return self.model.predict_all(num_chunks, area, restore_bytes)
 
     # ---- who goes first -------------------------------------------------------------------------------------------
 
@@ -309,6 +316,7 @@ class PriceBook:
             waited_s=now_s - columns["submitted_s"][every],
             jct_s=jct_s,
             shared_jct_s=self._shared_jct_s(jct_s, every),
+            saved_s=self._saved_s(jct_s, every),
             arrival_jct_s=columns["arrival_jct_s"][every],
             num_cached_tokens=num_cached,
             num_new_tokens=columns["num_front_tokens"][every] + columns["num_item_tokens"][every] - num_cached,

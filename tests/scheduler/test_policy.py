@@ -20,6 +20,7 @@ WAITING = Waiting(
     waited_s=np.array([9.0, 6.0, 5.0, 1.0]),
     jct_s=np.array([8.0, 1.0, 0.5, 0.4]),
     shared_jct_s=np.array([8.0, 1.0, 0.5, 0.4]),
+    saved_s=np.zeros(4),
     arrival_jct_s=np.array([8.0, 1.0, 2.0, 3.0]),
     num_cached_tokens=np.array([0, 10, 90, 50]),
     num_new_tokens=np.array([900, 300, 10, 20]),
@@ -42,6 +43,11 @@ def test_each_policy_has_its_order(policy, order):
 
 def test_waiting_makes_up_for_a_long_job_at_the_price_of_fairness():
     assert np.argsort(Rule("jct", 1.0, 1e9).scores(WAITING)).tolist() == [1, 2, 0, 3]  # -5, -4.5, -1, -0.6
+
+
+def test_what_the_store_saves_now_goes_before_what_it_does_not():
+    saving = WAITING._replace(saved_s=np.array([9.0, 0.0, 0.0, 0.0]))
+    assert np.argsort(Rule("jct", 0.05, 1e9).scores(saving)).tolist() == [0, 2, 3, 1]
 
 
 @given(st.data())

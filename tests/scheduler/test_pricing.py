@@ -260,6 +260,20 @@ def test_the_share_is_of_the_prefix_alone_and_of_nothing_once_it_is_cached():
     assert book._shared_jct_s(book._jct_s(every), every) == pytest.approx(book._jct_s(every))
 
 
+def test_what_is_saved_is_what_it_would_take_longer_without_the_store():
+    store, one = IndexSource(64), pending(text(0, 256), text(1, 20))
+    book, every = make_book(store), slice(0, 1)
+    book.add(one)
+    book.reprice()
+    whole_s = book._jct_s(every)
+    assert book._saved_s(whole_s, every) == [0.0]
+    store.store(one.keys.head(32))
+    book.reprice()
+    jct_s = book._jct_s(every)
+    assert 0 < jct_s < whole_s
+    assert book._saved_s(jct_s, every) == pytest.approx(whole_s - jct_s)
+
+
 def test_priced_once_means_priced_once():
     store = IndexSource(64)
     book = make_book(store, "srjf")

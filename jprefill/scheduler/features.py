@@ -1,5 +1,6 @@
 """What a pass costs is counted in: chunks walked, keys looked at, bytes brought up. Pure Python and NumPy."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -73,6 +74,12 @@ class ChunkWalk:
         steps = np.minimum(buckets, self.chunk_size if tile is None else min(tile, self.chunk_size))
         step = steps[np.searchsorted(buckets, rest)]
         return whole + -(-rest // step) * step
+
+    def num_rows(self, num_tokens: int) -> int:
+        """`rows` of one pass."""
+        whole, rest = divmod(num_tokens, self.buckets[-1])
+        step = min(self.buckets[bisect_left(self.buckets, rest)], self.chunk_size)
+        return whole * self.buckets[-1] + rest + -rest % step
 
     def features(self, load: Load, num_cached: Counts) -> tuple[Amounts, Amounts]:
         """`num_chunks` and `attention_area` of requests that each run alone.

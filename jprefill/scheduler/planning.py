@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jprefill.kvstore.contract import Store
+from jprefill.scheduler.filling import Filling
 from jprefill.scheduler.pieces import Piece, ceil, floor, num_cacheable_blocks
 from jprefill.scheduler.queue import PendingRequest
 
 # A request waits one pass for blocks that the pass computes anyway if that saves so much.
 MIN_SHARED_TOKENS = 64
+MAX_PASSED_OVER = 8  # requests that may not join, until nobody else is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +37,21 @@ def plan_batch(
     room: Room,
     store: Store,
     *,
-    budget: int | None = None,
+    filling: Filling | None = None,
     suspended: Sequence[Piece] = (),
 ) -> list[Piece]:
     """Takes whole requests in order while they fit, each with a lease that the caller must release.
 
     Args:
-      budget: tokens to compute beyond which others do not join the first request; None: as many as there is room for.
+      filling: who may join the first request; None: as many as there is room for.
       suspended: a pass that goes on after this one. Whoever needs blocks that it keeps waits for it.
 
     The first request is taken in any case: if not all its items fit, as many as do; the rest follow in later batches.
     Any single item with its prefix fits, because admission refused longer ones. Equal prefixes are computed once: who
     comes after the first sees its rows, or, where that cannot be, is left for the next pass if this one keeps them.
     """
-    plan = _Plan(room, store, room.num_tokens if budget is None else min(budget, room.num_tokens))
+    plan = _Plan(room, store, filling or Filling(room.num_tokens, room.num_tokens))
+    num_passed_over = 0
     promised = {key for piece in suspended for key in _kept_keys(piece)}
     for pending in ordered:
         if pending.must_run_alone and plan.pieces:
@@ -57,6 +60,11 @@ def plan_batch(
         if loan is None and plan.is_served_better_later(pending):
             continue
         if promised and plan.continues(pending, promised):
+            continue
+        if plan.pieces and not plan.may_join(pending, loan):
+            num_passed_over += 1
+            if num_passed_over > MAX_PASSED_OVER or not plan.takes_others:
+                break
             continue
         if not plan.add(pending, loan):
             break
@@ -80,9 +88,9 @@ class _Loan(NamedTuple):
 class _Plan:
     """One batch while it is being filled."""
 
-    def __init__(self, room: Room, store: Store, budget: int):
+    def __init__(self, room: Room, store: Store, filling: Filling):
         self.pieces: list[Piece] = []
-        self._room, self._store, self._budget = room, store, budget
+        self._room, self._store, self._filling = room, store, filling
         self._num_tokens = self._num_kv_rows = 0
         self._loaded: set[int] = set()  # last blocks of the prefixes that are in the batch, and all before them
         self._computed: set[bytes] = set()  # keys of blocks that the batch keeps
@@ -124,6 +132,29 @@ class _Plan:
         is_same = np.array_equal(host.pending.keys.tokens[:num_blocks], keys.tokens[:num_blocks])
         return _Loan(host, num_blocks) if is_same and num_gained * block_size >= MIN_SHARED_TOKENS else None
 
+    @property
+    def takes_others(self) -> bool:
+        """Whether anybody may join at all."""
+        return self._filling.budget > 0
+
+    def may_join(self, pending: PendingRequest, loan: _Loan | None) -> bool:
+        """Whether a request may ride with those that do, as far as is known without its lease."""
+        limit = self._limit(pending)
+        num_known = loan.num_blocks if loan else self._store.num_cached(pending.keys, limit)
+        num_tokens = len(pending.request.prefix) + sum(
+            len(item.token_ids) for item in pending.request.items[pending.next_item :]
+        )
+        return self._may_join(pending, num_tokens - num_known * self._store.block_size)
+
+    def _may_join(self, pending: PendingRequest, num_new: int) -> bool:
+        """Who shares a prefix with the first one may double the pass: apart, its time would be spent on the prefix."""
+        filling, first = self._filling, self.pieces[0]
+        if filling.may_join(num_new, self._num_tokens, len(self.pieces)):
+            return True
+        is_companion = pending.group is not None and pending.group == first.pending.group
+        num_tokens = self._num_tokens + num_new
+        return is_companion and self.takes_others and num_tokens <= min(2 * first.num_tokens, self._room.num_tokens)
+
     def add(self, pending: PendingRequest, loan: _Loan | None = None) -> bool:
         """Adds as much of a request as may come; False if the batch ends before it, or in the middle of it."""
         lease = self._store.lease(pending.keys, 0 if loan else self._limit(pending))
@@ -133,7 +164,10 @@ class _Plan:
         self._drop_off_grid(piece)
         num_tokens, num_kv_rows = self._take_items(piece)
         is_whole = piece.end_item == len(pending.request.items)
-        if piece.end_item == piece.first_item or (self.pieces and not is_whole):
+        if self.pieces and not (is_whole and self._may_join(pending, num_tokens - self._num_tokens)):
+            self._store.release(lease, is_good=False)
+            return False
+        if piece.end_item == piece.first_item:
             self._store.release(lease, is_good=False)
             return False
         self._store.keep(lease, pending.request, self._keep_limit(pending))
@@ -161,8 +195,7 @@ class _Plan:
         for item in piece.pending.request.items[piece.first_item :]:
             length = tail + len(item.token_ids)
             next_row = ceil(row, grid) + length
-            limit = self._tokens_with(piece)
-            if num_tokens + length > limit or next_row > self._room.num_kv_rows:
+            if num_tokens + length > self._room.num_tokens or next_row > self._room.num_kv_rows:
                 break
             num_tokens, row = num_tokens + length, next_row
             piece.end_item += 1
@@ -172,18 +205,6 @@ class _Plan:
         """Whether the rows of the prompt's front are its own: not its host's, nor loaded for another before it."""
         cached = piece.lease.cached
         return piece.host is None and (piece.needs_own_region or not cached or cached[-1] not in self._loaded)
-
-    def _tokens_with(self, piece: Piece) -> int:
-        """Tokens that the batch may have with this piece in it.
-
-        Who shares a prefix with the first one may double the pass: apart, its time would be spent on the prefix.
-        """
-        if not self.pieces:
-            return self._room.num_tokens
-        first, group = self.pieces[0], piece.pending.group
-        if group is None or group != first.pending.group or not self._budget:
-            return self._budget
-        return min(max(self._budget, 2 * first.num_tokens), self._room.num_tokens)
 
     def _limit(self, pending: PendingRequest) -> int:
         return 0 if pending.must_run_alone else num_cacheable_blocks(pending, self._store.block_size, self._room.grid)

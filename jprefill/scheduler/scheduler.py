@@ -17,6 +17,7 @@ import numpy as np
 from jprefill.config import EngineConfig
 from jprefill.kvstore.contract import Store
 from jprefill.scheduler.features import ChunkWalk
+from jprefill.scheduler.filling import Filling
 from jprefill.scheduler.jct import JctModel
 from jprefill.scheduler.pieces import Piece
 from jprefill.scheduler.planning import Room, plan_batch
@@ -84,17 +85,21 @@ class Scheduler:
 
         Nobody waits for others to come: a pass takes of what is there.
         """
-        budget = self.budget if self._packs else 0
-        return self._take(plan_batch(self._book.order(now_s), self._room, self._store, budget=budget))
+        filling = self._filling(self.budget, self._max_budget)
+        return self._take(plan_batch(self._book.order(now_s), self._room, self._store, filling=filling))
+
+    def _filling(self, budget: int, max_tokens: int) -> Filling:
+        return Filling(budget if self._packs else 0, max_tokens, len(self._book), self._walk.num_rows)
 
     def plan_before(self, passing: RunningPass, share_left: float, now_s: float) -> list[Piece]:
         """A pass that goes before the rest of one that runs, of requests that are so short; see `preemption`."""
         allowance_s = passing.allowance_s(share_left)
         num_chunks = int((allowance_s - self.model.coefficients[0]) / self._chunk_s)
-        budget = min(self.budget, num_chunks * self._walk.chunk_size) if self._packs else 0
+        most = max(0, min(num_chunks * self._walk.chunk_size, self._nested_tokens))
+        filling = self._filling(min(self.budget, most), most)
         room, suspended = replace(self._room, num_tokens=self._nested_tokens), passing.pieces
         ordered = self._book.order(now_s, at_most_s=allowance_s)
-        return self._take(plan_batch(ordered, room, self._store, budget=max(0, budget), suspended=suspended))
+        return self._take(plan_batch(ordered, room, self._store, filling=filling, suspended=suspended))
 
     def _take(self, pieces: list[Piece]) -> list[Piece]:
         self._book.remove([piece.pending for piece in pieces])

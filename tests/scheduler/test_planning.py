@@ -12,6 +12,7 @@ from jprefill.kvstore.eviction import make_order
 from jprefill.kvstore.index import BlockIndex
 from jprefill.kvstore.keep import KeepPolicy
 from jprefill.kvstore.store import PrefixStore
+from jprefill.scheduler.filling import Filling
 from jprefill.scheduler.packer import pack
 from jprefill.scheduler.planning import Room, plan_batch
 from jprefill.scheduler.queue import PendingRequest
@@ -182,12 +183,12 @@ def test_a_salt_separates_rows_too():
 def test_who_shares_the_first_prefix_may_double_the_pass():
     store, _, _ = make_store(num_blocks=128)
     waiting = [pending(store, request(text(0, 160), text(i, 20))) for i in range(1, 20)]
-    pieces = plan_batch(waiting, Room(1024, 1024), store, budget=64)
+    pieces = plan_batch(waiting, Room(1024, 1024), store, filling=Filling(64, 1024))
     assert [piece.num_tokens for piece in pieces] == [180] + 9 * [20]
     for piece in pieces:
         store.release(piece.lease, is_good=True)
-    assert len(plan_batch(waiting[10:], Room(1024, 1024), store, budget=64)) == 3
-    assert len(plan_batch(waiting[13:], Room(1024, 1024), store, budget=0)) == 1
+    assert len(plan_batch(waiting[10:], Room(1024, 1024), store, filling=Filling(64, 1024))) == 3
+    assert len(plan_batch(waiting[13:], Room(1024, 1024), store, filling=Filling(0, 1024))) == 1
 
 
 def test_a_prefix_that_many_share_is_loaded_once():
@@ -206,7 +207,8 @@ def test_others_join_up_to_the_budget_and_the_first_comes_in_any_case():
     store, _, _ = make_store()
     waiting = [pending(store, request(text(0, 0), text(i, 20))) for i in range(6)]
     for budget, num_pieces in ((0, 1), (39, 1), (40, 2), (60, 3), (None, 6)):
-        pieces = plan_batch(waiting, Room(512, 512), store, budget=budget)
+        filling = None if budget is None else Filling(budget, 512)
+        pieces = plan_batch(waiting, Room(512, 512), store, filling=filling)
         assert [piece.pending for piece in pieces] == waiting[:num_pieces]
 
 

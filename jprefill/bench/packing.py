@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _LENGTHS = (16, 64, 128, 200, 256, 257, 384, 512, 1_000, 2_048)
 _ROUND_TOKENS = 4_096  # of prompts in one round; at least `_MIN_PROMPTS`
 _MIN_PROMPTS = 4
+_ROOM_TOKENS = 2_048  # that a pass holds at least
 _MAX_PROMPTS = 64
 
 
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"command: {command}\ntokens  prompts  passes  alone/s  together/s  ratio  (lowest to highest)", flush=True)
     records = []
     longest = max(args.lengths)
-    config = replace(config, kv_cache_memory_bytes=0, max_model_len=config.max_model_len or max(longest, 512))
+    config = replace(config, kv_cache_memory_bytes=0, max_model_len=config.max_model_len or max(longest, _ROOM_TOKENS))
     with running_engine(checkpoint, config) as engine:
         for length in args.lengths:
             count = min(_MAX_PROMPTS, max(_MIN_PROMPTS, _ROUND_TOKENS // length))

@@ -35,7 +35,7 @@ from jaxtyping import Float64, Int64
 Keys = Float64[np.ndarray, " _"] | Int64[np.ndarray, " _"]
 Slots = Int64[np.ndarray, " _"]
 
-SAVED_WEIGHT = 3.0  # of seconds that the store saves; measured, see ARCHITECTURE
+SAVED_WEIGHT = 10.0  # of seconds that the store saves; measured, see ARCHITECTURE
 _HEAD = 64  # a pass seldom takes more; the rest is put in order only if it is asked for
 
 

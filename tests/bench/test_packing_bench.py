@@ -65,7 +65,7 @@ def test_command(monkeypatch, tmp_path, capsys):
     }.items():
         monkeypatch.setattr(packing, name, fake)
     assert main(["bench", "packing", "--lengths", "32,2000", "--repeat", "1", "--json", str(out)]) == 0
-    assert (settings[0].kv_cache_memory_bytes, settings[0].max_model_len) == (0, 2000)
+    assert (settings[0].kv_cache_memory_bytes, settings[0].max_model_len) == (0, 2048)
     records = json.loads(out.read_text())
     assert [(one["length"], one["num_prompts"], one["num_passes"]) for one in records] == [(32, 64, 1), (2000, 4, 1)]
     assert "ratio" in capsys.readouterr().out

@@ -93,7 +93,7 @@ class EngineConfig(_Checked):
     max_items: int = 4096
     max_labels: int = 1024
     policy: Policy = "jct"
-    fairness: float = 0.5
+    fairness: float = 0.3
     max_overtaken_s: float = 30.0
     packing: bool = True
     preemption: bool = True

@@ -216,7 +216,7 @@ class Engine:
 
     def _run(self, pieces: list[Piece], started_s: float, *, may_wait: bool = True) -> None:
         """Packs, runs, unpacks, answers. A failure stays with the requests of this batch."""
-        passing = RunningPass(pieces, self._scheduler.predict_s(pieces))
+        passing = RunningPass(pieces, self._scheduler.predict_s(pieces), started_s)
         bucket = next(b for b in self._runner.buckets if b >= sum(piece.num_tokens for piece in pieces))
         batch = pack(pieces, bucket)
         may_wait = may_wait and self._scheduler.can_wait(passing)
@@ -249,7 +249,7 @@ class Engine:
     def _between_layers(self, passing: RunningPass, share_left: float) -> bool:
         """Lets shorter passes go before the rest of a long one; False if nobody waits for that any more."""
         mine, has_run = self._running, False
-        while (changes := self._queue.poll()).came or has_run:  # others have been weighed against it before
+        while (changes := self._queue.poll()).came or has_run or time.monotonic() >= passing.look_again_s:
             started_s = time.monotonic()
             self._follow(changes, started_s)
             pieces = self._take(self._scheduler.plan_before(passing, share_left, started_s))

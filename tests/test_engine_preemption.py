@@ -73,9 +73,15 @@ def run_with(runner, at, request, **changes):
     return engine, boundaries, future, answers
 
 
-def come(*requests):
+LAYER_S = 0.3  # of a layer that is long against what a pass of its own costs
+
+
+def come(*requests, layer_s=LAYER_S):
+    """They come while a layer runs that takes so long."""
+
     def act(engine, answers):
         answers.extend(engine.submit(request) for request in requests)
+        time.sleep(layer_s)
 
     return act
 
@@ -89,6 +95,15 @@ def test_a_short_request_overtakes_a_long_one_and_both_are_exact(runner, alone):
     assert boundaries.passes == [SHORT, 2 * SHORT, LONG]
     stats = engine.stats()
     assert (stats.num_finished, stats.num_failed, stats.num_running) == (4, 0, 0)
+    engine.close()
+
+
+def test_who_has_just_come_lets_a_layer_pass_and_goes_first_though_nobody_else_comes(runner):
+    at = {1: come(short_request(0), layer_s=0.0), 2: come(layer_s=LAYER_S)}
+    engine, boundaries, future, answers = run_with(runner, at, long_request())
+    assert future.result(60)
+    assert answers[0].result(60)
+    assert boundaries.passes == [SHORT, LONG]
     engine.close()
 
 

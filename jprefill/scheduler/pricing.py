@@ -296,6 +296,14 @@ class PriceBook:
 
     # ---- who goes first -------------------------------------------------------------------------------------------
 
+    def num_new_tokens(self, pending: PendingRequest) -> int:
+        """Of a waiting request, those that no tier holds."""
+        slot, columns = self._by_pending[pending].slot, self._columns
+        one = slice(slot, slot + 1)
+        return int(
+            (columns["num_front_tokens"][one] + columns["num_item_tokens"][one] - self._num_cached_tokens(one))[0]
+        )
+
     def order(self, now_s: float, at_most_s: float = np.inf) -> Iterator[PendingRequest]:
         """The waiting requests as the next pass should take them; nothing may be added or removed meanwhile.
 

@@ -27,6 +27,7 @@ from jprefill.scheduler.pricing import PriceBook
 from jprefill.scheduler.queue import PendingRequest
 
 NUM_REFRESHED = 8  # requests a decision whose blocks in lower tiers are counted again
+NUM_CONSIDERED = 64  # requests, for a pass that goes first
 _PREEMPTIVE = ("jct", "srjf")  # the others are not about time, or about time waited
 MAX_FIXED_SHARE = 0.05  # of a pass's time: beyond the knee, packing more gains no more than this
 
@@ -93,13 +94,31 @@ class Scheduler:
 
     def plan_before(self, passing: RunningPass, share_left: float, now_s: float) -> list[Piece]:
         """A pass that goes before the rest of one that runs, of requests that are so short; see `preemption`."""
-        allowance_s = passing.allowance_s(share_left)
-        num_chunks = int((allowance_s - self.model.coefficients[0]) / self._chunk_s)
+        num_chunks = int((passing.allowance_s(share_left) - self.model.coefficients[0]) / self._chunk_s)
         most = max(0, min(num_chunks * self._walk.chunk_size, self._nested_tokens))
         filling = self._filling(min(self.budget, most), most)
+        ordered = list(islice(self._book.order(now_s, at_most_s=passing.most_s(share_left)), NUM_CONSIDERED))
+        riders, num_tokens = self._riders(ordered, filling)
+        num_others = len(self._book) + len(passing.pieces) - len(riders)
+        if not passing.is_worth(riders, self._wasted_s(num_tokens) * num_others, now_s):
+            return []
         room, suspended = replace(self._room, num_tokens=self._nested_tokens), passing.pieces
-        ordered = self._book.order(now_s, at_most_s=allowance_s)
         return self._take(plan_batch(ordered, room, self._store, filling=filling, suspended=suspended))
+
+    def _riders(self, ordered: Sequence[PendingRequest], filling: Filling) -> tuple[list[PendingRequest], int]:
+        """Who would ride in a pass, and its tokens, without a look into the store."""
+        riders, num_tokens = [], 0
+        for pending in ordered:
+            num_new = self._book.num_new_tokens(pending)
+            if not riders or filling.may_join(num_new, num_tokens, len(riders)):
+                riders.append(pending)
+                num_tokens += num_new
+        return riders, num_tokens
+
+    def _wasted_s(self, num_tokens: int) -> float:
+        """Of a pass over short prompts, what they would not take in a full one: the fixed cost and padding."""
+        padding = self._walk.num_rows(num_tokens) - num_tokens
+        return self.model.coefficients[0] + padding / self._walk.chunk_size * self._chunk_s
 
     def _take(self, pieces: list[Piece]) -> list[Piece]:
         self._book.remove([piece.pending for piece in pieces])

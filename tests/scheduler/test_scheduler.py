@@ -1,5 +1,6 @@
 """Who rides in the next pass: budgets, suspended passes, and what is learnt."""
 
+import math
 from concurrent.futures import Future
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_who_left_is_not_planned_and_strangers_are_passed_over():
 def long_pass(scheduler, length=1000, **changes):
     scheduler.arrive([pending(length, **changes)])
     pieces = scheduler.plan(0.0)
-    return RunningPass(pieces, scheduler.predict_s(pieces))
+    return RunningPass(pieces, scheduler.predict_s(pieces), 0.0)
 
 
 def test_a_pass_goes_first_only_if_it_is_short_against_what_is_left():
@@ -102,6 +103,37 @@ def test_a_pass_goes_first_only_if_it_is_short_against_what_is_left():
     scheduler.arrive([pending(200)])  # 4 chunks, 0.04 s
     assert scheduler.plan_before(passing, 0.4, 1.0) == []
     assert sizes(scheduler.plan_before(passing, 0.6, 1.0)) == [200]
+
+
+def test_who_goes_first_has_waited_as_long_as_all_others_will_for_it():
+    scheduler = make_scheduler(jct=model(0.002, 0.01))
+    passing = long_pass(scheduler)  # 16 chunks of 64
+    scheduler.arrive([pending(100, submitted_s=1.0)])  # 28 rows of padding: 4.4 ms, and 2 ms of any pass
+    assert scheduler.plan_before(passing, 0.9, 1.006) == []
+    assert passing.look_again_s == pytest.approx(1.0 + 0.002 + 0.01 * 28 / 64, abs=1e-3)
+    assert sizes(scheduler.plan_before(passing, 0.9, passing.look_again_s)) == [100]
+    assert passing.look_again_s == math.inf
+
+
+def test_time_spent_before_the_pass_began_does_not_count():
+    scheduler = make_scheduler(jct=model(0.002, 0.01))
+    scheduler.arrive([pending(1000, submitted_s=0.0)])
+    pieces = scheduler.plan(10.0)
+    passing = RunningPass(pieces, scheduler.predict_s(pieces), 10.0)
+    scheduler.arrive([pending(100, submitted_s=0.0)])
+    assert scheduler.plan_before(passing, 0.9, 10.001) == []
+    assert sizes(scheduler.plan_before(passing, 0.9, 10.1)) == [100]
+
+
+def test_the_more_ride_the_shorter_is_what_goes_first():
+    scheduler = make_scheduler(jct=model(0.01, 0.01))
+    scheduler.arrive([pending(250) for _ in range(4)])
+    pieces = scheduler.plan(0.0)
+    assert sizes(pieces) == [250] * 4
+    scheduler.arrive([pending(200), pending(150)])  # 0.05 s and 0.04 s
+    assert sizes(scheduler.plan_before(RunningPass(pieces, 0.17, 0.0), 0.99, 10.0)) == [150]
+    assert sizes(scheduler.plan_before(RunningPass(pieces, 0.17, 0.0), 0.99, 10.0)) == []
+    assert sizes(scheduler.plan_before(RunningPass(pieces[:1], 0.17, 0.0), 0.99, 10.0)) == [200]
 
 
 def test_an_overdue_request_that_is_long_does_not_stand_in_the_way_of_short_ones():
@@ -123,7 +155,7 @@ def test_those_that_go_first_hold_a_pass_up_for_its_own_time_at_most():
 
 @given(st.floats(0.001, 10), st.lists(st.floats(0, 1), max_size=50))
 def test_delays_are_bounded_whatever_comes(predicted_s, shares):
-    passing = RunningPass((), predicted_s)
+    passing = RunningPass((), predicted_s, 0.0)
     for share_left in sorted(shares, reverse=True):
         allowance_s = passing.allowance_s(share_left)
         assert allowance_s <= MAX_SHARE * share_left * predicted_s
@@ -137,7 +169,7 @@ def test_who_needs_blocks_of_the_suspended_pass_waits_for_it():
     prefix = text(7, 640)
     scheduler.arrive([pending(20, prefix=prefix, store=store, num_marked_tokens=640)])
     pieces = scheduler.plan(0.0)
-    passing = RunningPass(pieces, 100.0)
+    passing = RunningPass(pieces, 100.0, 0.0)
     mate = pending(30, prefix=prefix, store=store)
     other = pending(200, store=store)
     scheduler.arrive([mate, other])
@@ -149,8 +181,8 @@ def test_who_needs_blocks_of_the_suspended_pass_waits_for_it():
 @pytest.mark.parametrize(("policy", "can_wait"), [("jct", True), ("srjf", True), ("fcfs", False), ("hrrn", False)])
 def test_only_policies_of_time_suspend(policy, can_wait):
     scheduler = make_scheduler(policy=policy)
-    assert scheduler.can_wait(RunningPass((), 10.0)) == can_wait
-    assert not scheduler.can_wait(RunningPass((), 0.001))
+    assert scheduler.can_wait(RunningPass((), 10.0, 0.0)) == can_wait
+    assert not scheduler.can_wait(RunningPass((), 0.001, 0.0))
 
 
 # ---- learning ----------------------------------------------------------------------------------------------

@@ -116,11 +116,17 @@ class Replica:
         self.num_waiting_tokens += pending.request.num_tokens
         if not self._stack:
             self._start(self._scheduler.plan(now_s), now_s, may_wait=True)
-        elif (top := self._stack[-1]).can_wait:
-            done_s = now_s - top.since_s
+        else:
+            self._look_at(now_s)
+
+    def _look_at(self, at_s: float) -> None:
+        """Stops the pass on top at its first boundary from then on, if it has one and may wait."""
+        top = self._stack[-1]
+        done_s = at_s - top.since_s
+        if top.can_wait and done_s < top.left_s:
             to_boundary_s = -(top.total_s - top.left_s + done_s) % top.layer_s
             if done_s + to_boundary_s < top.left_s - 1e-12:
-                self.next_s = min(self.next_s, now_s + to_boundary_s)
+                self.next_s = min(self.next_s, at_s + to_boundary_s)
 
     def wake(self, now_s: float) -> list[Answer]:
         """What `next_s` announced: a pass ends, or is at a boundary where shorter ones wait."""
@@ -147,13 +153,14 @@ class Replica:
             self._start(pieces, now_s, may_wait=False)
         else:
             self.next_s = now_s + top.left_s
+            self._look_at(top.passing.look_again_s)
 
     def _start(self, pieces: list[Piece], now_s: float, *, may_wait: bool) -> None:
         if not pieces:
             self.next_s = float("inf")
             return
         seconds = self.true.predict(self.walk.of_pass(pieces)) * self.noise()
-        passing = RunningPass(pieces, self._scheduler.predict_s(pieces))
+        passing = RunningPass(pieces, self._scheduler.predict_s(pieces), now_s)
         can_wait = may_wait and self._scheduler.can_wait(passing)
         self._stack.append(_Running(passing, seconds, seconds, now_s, seconds / self.num_layers, can_wait))
         self.busy_s += seconds
